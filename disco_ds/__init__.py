@@ -1,0 +1,33 @@
+"""Exact contrastive training of CLIP-like models with very large batches, on DeepSpeed engines.
+
+The public names are loaded on first use, so that ``import disco_ds`` and the planner start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "contrastive_loss": "disco_ds.loss",
+    "ContrastiveLoss": "disco_ds.loss",
+    "RunConfig": "disco_ds.config",
+}
+
+__all__ = ["ContrastiveLoss", "RunConfig", "__version__", "contrastive_loss"]
+
+if TYPE_CHECKING:
+    from disco_ds.config import RunConfig
+    from disco_ds.loss import ContrastiveLoss, contrastive_loss
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'disco_ds' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
