@@ -1,0 +1,21 @@
+"""Shards to batches: the deterministic, resumable training stream, the held-out reader, the embedded default."""
+
+from disco_ds.data.demo import DemoShards, demo_shards
+from disco_ds.data.heldout import HeldoutBatch, probe, read_heldout
+from disco_ds.data.sources import expand
+from disco_ds.data.stream import Batch, TrainStream, default_lanes, merge_states
+from disco_ds.errors import DataError
+
+__all__ = [
+    "Batch",
+    "DataError",
+    "DemoShards",
+    "HeldoutBatch",
+    "TrainStream",
+    "default_lanes",
+    "demo_shards",
+    "expand",
+    "merge_states",
+    "probe",
+    "read_heldout",
+]

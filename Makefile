@@ -1,0 +1,49 @@
+# make train   set up .venv, build the embedded data set, train on it with DeepSpeed ZeRO-2
+# make test    the same set-up with the test extras, then the whole test suite
+# make lint    ruff (rules and formatting) and mypy
+# ARGS goes to launch/train.py or pytest: make train ARGS="--optimizer.lr 5e-4"; make test ARGS="-k stream"
+
+PYTHON ?= python3
+BIN := .venv/bin
+DS_CONFIG ?= ds_configs/zero2.json
+ARGS ?=
+SHELL := /bin/bash
+
+# all GPUs where there are some; else two CPU ranks of one thread each
+ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c GPU),0)
+LAUNCH := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/deepspeed -q --num_accelerators 2
+else
+LAUNCH := $(BIN)/deepspeed -q
+endif
+
+.PHONY: train test lint format clean
+
+train: .venv/installed-demo
+	@run=demo; n=2; while [ -f runs/$$run/result.json ]; do run=demo-$$n; n=$$((n + 1)); done; \
+	set -x; $(LAUNCH) launch/train.py --ds_config $(DS_CONFIG) --name $$run $(ARGS)
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "Python 3.10 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Use make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "Python's venv module is missing: apt-get install python3-venv (or your system's package)"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed-%: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,196 @@
+"""Held-out data: every sample once over all ranks, in any number of ranks and workers; and the check before a run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from disco_ds.config import DataConfig
+from disco_ds.data.decode import Decoder, Pair, SampleFault
+from disco_ds.data.lanes import NOTES_PER_REASON, Tally
+from disco_ds.data.shards import RawSample, ShardFault, read_shard
+from disco_ds.data.sources import Source, expand
+from disco_ds.data.stream import Tokenizer, Transform
+from disco_ds.data.workers import loader_options
+from disco_ds.errors import DataError
+
+log = logging.getLogger("disco_ds.data")
+
+PROBE_RECORDS, PROBE_S = 200, 10.0
+
+
+@dataclass
+class HeldoutBatch:
+    """Some of a rank's held-out samples; the last batches are shorter, and ranks may have unequal numbers of them."""
+
+    images: Tensor
+    """[b, 3, H, W] float32."""
+    texts: Tensor
+    """[b, context] int64: the first caption of each sample."""
+    captions: list[list[str]]
+    """All captions of each sample, the first one first."""
+    keys: list[str]
+    """``shard.tar#key`` of each sample."""
+    labels: list[str | None]
+    """Content of .cls (a class name, or an index as text), or None."""
+    index: Tensor
+    """[b] int64: a number that is unique over all ranks and orders the samples as the sorted shards do; it has gaps."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Occurrences by "source/reason" since the same worker's previous batch."""
+
+
+def read_heldout(
+    config: DataConfig,
+    *,
+    transform: Transform,
+    tokenizer: Tokenizer,
+    rank: int,
+    world_size: int,
+    batch: int,
+    workers: int | None = None,
+) -> Iterator[HeldoutBatch]:
+    """This rank's share of ``config.val``, in batches of at most ``batch``.
+
+    Args:
+        config: ``val`` and the keys; samples that cannot be used are dropped, the same ones on any number of ranks.
+        transform, tokenizer: as in training, without randomness; picklable when there are workers.
+        rank, world_size: this rank's place.
+        batch: samples at a time.
+        workers: loader processes; None: as ``config.workers``.
+
+    Raises:
+        DataError: ``config.val`` is None or names nothing that exists.
+    """
+    if config.val is None:
+        raise DataError("data.val is not set: there is nothing to evaluate on")
+    reader = _Reader(expand(config.val, "data.val"), Decoder(config, transform), tokenizer, rank, world_size, batch)
+    count = config.workers if workers is None else workers
+    described: Counter[str] = Counter()
+    options = {**loader_options(), "persistent_workers": False}  # these workers have one pass to make
+    parts = DataLoader(reader, num_workers=count, **options) if count else reader
+    for part, notes in parts:
+        for note in notes:
+            kind = note.split(": ", 1)[0]
+            described[kind] += 1
+            if described[kind] <= NOTES_PER_REASON:
+                log.warning("dropped from the held-out data: %s", note)
+        yield part
+
+
+class _Reader(IterableDataset):
+    """One rank's slices of the held-out shards, dealt to its workers."""
+
+    def __init__(
+        self, sources: list[Source], decoder: Decoder, tokenizer: Tokenizer, rank: int, world_size: int, batch: int
+    ) -> None:
+        self.sources, self.decoder, self.tokenizer = sources, decoder, tokenizer
+        self.rank, self.world_size, self.batch = rank, world_size, batch
+        self.wanted = decoder.wanted | {"cls"}
+
+    def __iter__(self) -> Iterator[tuple[HeldoutBatch, list[str]]]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        tally = Tally()
+        held: list[tuple[Pair, str | None, int]] = []
+        for item in self._pairs(self.rank * workers + worker, self.world_size * workers, tally):
+            if len(held) == self.batch:
+                yield self._batched(held, tally)
+                held = []
+            held.append(item)
+        if held:  # the last batch waits for the end, so that it carries the faults after it
+            yield self._batched(held, tally)
+
+    def _pairs(self, reader: int, readers: int, tally: Tally) -> Iterator[tuple[Pair, str | None, int]]:
+        shards = sorted((shard, source.label) for source in self.sources for shard in source.shards)
+        # Few shards are cut so finely that every reader has about as many samples; many are dealt whole.
+        step = readers if len(shards) < 4 * readers else 1
+        for part in range(reader, len(shards) * step, readers):
+            number, first = divmod(part, step)
+            shard, label = shards[number]
+            try:
+                for raw in read_shard(shard, self.wanted, first, step):
+                    pair = self._decoded(raw, label, tally)
+                    if pair is not None:
+                        yield pair, _label(raw), (number << 40) + raw.number
+            except ShardFault as fault:
+                if first == 0:  # each slice meets it; it is one fault
+                    tally.fault(label, fault.reason, fault)
+
+    def _decoded(self, raw: RawSample, label: str, tally: Tally) -> Pair | None:
+        if raw.duplicates:
+            tally.fault(label, "duplicate_key", raw.name)
+        try:
+            return self.decoder(raw, seed=0)
+        except SampleFault as fault:
+            tally.fault(label, fault.reason, f"{raw.name}: {fault}")
+            return None
+
+    def _batched(self, held: list[tuple[Pair, str | None, int]], tally: Tally) -> tuple[HeldoutBatch, list[str]]:
+        pairs = [pair for pair, _, _ in held]
+        taken = tally.empty()
+        batch = HeldoutBatch(
+            images=torch.stack([pair.image for pair in pairs]),
+            texts=self.tokenizer([pair.captions[0] for pair in pairs]),
+            captions=[pair.captions for pair in pairs],
+            keys=[pair.key for pair in pairs],
+            labels=[label for _, label, _ in held],
+            index=torch.tensor([index for _, _, index in held], dtype=torch.int64),
+            faults=taken["faults"],
+        )
+        return batch, taken["notes"]
+
+
+def _label(raw: RawSample) -> str | None:
+    content = raw.files.get("cls")
+    return content.decode("utf-8", errors="replace").strip() if content is not None else None
+
+
+def probe(config: DataConfig, *, transform: Transform, field: str = "data.train") -> list[Pair]:
+    """Read until every source of ``field`` has given one good sample; return those.
+
+    Raises:
+        DataError: a source gives none among its first 200 samples or in 10 s; the message names what was seen.
+    """
+    entries = config.train if field == "data.train" else config.val
+    if entries is None:
+        raise DataError(f"{field} is not set")
+    decoder = Decoder(config, transform)
+    return [_first_good(source, decoder, config, field) for source in expand(entries, field)]
+
+
+def _first_good(source: Source, decoder: Decoder, config: DataConfig, field: str) -> Pair:
+    deadline = time.monotonic() + PROBE_S
+    seen: Counter[str] = Counter()
+    tally = Tally()
+    shard = source.shards[0]
+    for shard in source.shards:
+        try:
+            with closing(read_shard(shard, decoder.wanted)) as raws:  # type: ignore[type-var]
+                for raw in raws:
+                    tally.reads += 1
+                    seen.update(raw.extensions)
+                    try:
+                        return decoder(raw, seed=0)
+                    except SampleFault as fault:
+                        tally.fault(source.label, fault.reason, f"{raw.name}: {fault}")
+                    if tally.reads >= PROBE_RECORDS:
+                        break
+        except ShardFault as fault:
+            tally.fault(source.label, fault.reason, fault)
+        if tally.reads >= PROBE_RECORDS or time.monotonic() > deadline:
+            break
+    extensions = ", ".join(f".{name} ({count}x)" for name, count in seen.most_common(12)) or "none"
+    notes = "; ".join(tally.notes[:4]) or "the shards hold no samples"
+    raise DataError(
+        f"{field} {source.label!r}: {tally.reads} samples scanned up to {shard}, 0 kept. "
+        f"Extensions seen: {extensions}. Looked for an image in data.image_key = {config.image_key!r} and a caption in "
+        f"data.caption_key = {config.caption_key!r}. {notes}"
+    )

@@ -1,0 +1,203 @@
+"""Raw samples out of a tar shard: webdataset's way of opening and of naming, with the position of every sample known.
+
+webdataset's own tar iterator hides three things that a resumable stream needs: the number of each sample in its shard,
+a way past samples without reading their bytes, and how an archive ended (a damaged header in the middle looks to it
+like the end). So the loop over the members is here; URLs, pipes and the split into key and extension are webdataset's.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any
+from urllib.parse import urlparse
+
+from webdataset.gopen import Pipe, gopen, gopen_schemes
+from webdataset.tariterators import base_plus_ext
+
+from disco_ds.data.sources import is_remote
+from disco_ds.errors import DataError
+
+_META = re.compile(r"__[^/]*__($|/)")  # what webdataset skips: "__worker__" and the like
+_READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error)
+
+
+class ShardFault(Exception):
+    """A shard could not be read, or not to its end. ``reason`` is one of missing_shard, unreadable_shard, not_a_tar,
+    truncated_shard, damaged_shard.
+    """
+
+    def __init__(self, reason: str, shard: str, detail: object) -> None:
+        super().__init__(f"{shard}: {detail}")
+        self.reason = reason
+
+
+@dataclass
+class RawSample:
+    """The files of a shard that share one key, as bytes."""
+
+    shard: str
+    number: int
+    """Position in the shard, counted from 0 over all keys, good or bad."""
+    key: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Contents by extension (lower case, no dot); only the wanted ones."""
+    extensions: list[str] = field(default_factory=list)
+    """Every extension of this key, in the archive's order."""
+    duplicates: int = 0
+    """Files that were left out because their key and extension were there already."""
+
+    @property
+    def name(self) -> str:
+        """``shard.tar#key``, for messages and logs."""
+        shard = self.shard if self.shard.startswith("pipe:") else self.shard.rsplit("/", 1)[-1]
+        return f"{shard}#{self.key}"
+
+
+def read_shard(shard: str, wanted: Collection[str] | None, first: int = 0, step: int = 1) -> Iterator[RawSample]:
+    """Samples number ``first``, ``first + step``, … of a shard, in order; the bytes of others are not kept.
+
+    Args:
+        shard: a path, URL or ``pipe:`` command.
+        wanted: extensions to read (lower case, no dot); None: all.
+        first: number of the first sample given.
+        step: distance between samples given.
+
+    Raises:
+        ShardFault: after the samples before the fault were given. A sample that the fault cuts is not given.
+    """
+    stream = _open(shard)
+    clean = False
+    try:
+        yield from _samples(shard, stream, wanted, first, step)
+        clean = True
+    finally:
+        try:
+            stream.close()
+        except Exception as error:  # a pipe says only now that its command failed
+            if clean:
+                raise ShardFault("unreadable_shard", shard, error) from error
+
+
+def _open(shard: str) -> IO[bytes]:
+    try:
+        scheme = urlparse(shard).scheme if is_remote(shard) else ""
+        if scheme in ("", "file") or scheme in gopen_schemes or shard.startswith("pipe:"):
+            return gopen(shard, "rb")
+        try:
+            import fsspec
+        except ImportError as error:
+            raise DataError(f"{shard}: webdataset cannot open {scheme}://, and fsspec is not installed") from error
+        return fsspec.open(shard, "rb").open()
+    except FileNotFoundError as error:
+        raise ShardFault("missing_shard", shard, error) from error
+    except DataError:
+        raise
+    except Exception as error:  # fsspec's file systems raise what they like
+        raise ShardFault("unreadable_shard", shard, error) from error
+
+
+def _samples(
+    shard: str, stream: IO[bytes], wanted: Collection[str] | None, first: int, step: int
+) -> Iterator[RawSample]:
+    number = -1
+    prefix: str | None = None
+    sample: RawSample | None = None
+    try:
+        archive = _open_tar(stream)
+        for member in _members(archive):
+            if not member.isreg() or _META.match(member.name):
+                continue
+            key, extension = base_plus_ext(member.name)
+            if key is None:
+                continue
+            if key != prefix:
+                if sample is not None:
+                    yield sample
+                prefix, number = key, number + 1
+                chosen = number >= first and (number - first) % step == 0
+                sample = RawSample(shard, number, key) if chosen else None
+            if sample is not None:
+                _take(archive, member, extension.lower(), sample, wanted)
+    except GeneratorExit:
+        raise
+    except _NoEndMark as error:
+        if sample is not None:
+            yield sample  # it is whole, or lacks what was to come and is counted for that
+        raise ShardFault("truncated_shard", shard, error) from error
+    except _READ_ERRORS as error:
+        raise _classified(shard, stream, error, started=number >= 0) from error
+    if sample is not None:
+        yield sample
+
+
+def _take(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, sample: RawSample, wanted: Collection[str] | None
+) -> None:
+    if extension in sample.extensions:
+        sample.duplicates += 1
+        return
+    sample.extensions.append(extension)
+    if wanted is None or extension in wanted:
+        content = archive.extractfile(member)
+        assert content is not None  # it is a regular file
+        data = content.read()
+        if len(data) != member.size:
+            raise tarfile.ReadError(f"unexpected end of data in {member.name}")
+        sample.files[extension] = data
+
+
+def _open_tar(stream: IO[bytes]) -> tarfile.TarFile:
+    """Seekable and plain if possible, since seeking over a member is free; else as a stream, unpacked on the way."""
+    options: dict[str, Any] = {"tarinfo": _StrictInfo, "errors": "replace"}
+    if getattr(stream, "seekable", lambda: False)():
+        with suppress(tarfile.ReadError):
+            return tarfile.open(fileobj=stream, mode="r:", **options)
+        stream.seek(0)  # compressed perhaps
+    return tarfile.open(fileobj=stream, mode="r|*", **options)
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    while (member := archive.next()) is not None:
+        yield member
+        archive.members = []  # type: ignore[attr-defined]  # tarfile remembers every member it saw, which for a large shard is memory
+
+
+class _NoEndMark(tarfile.ReadError):
+    """The archive stops between two members, without the blocks of zeros that end one."""
+
+
+class _StrictInfo(tarfile.TarInfo):
+    """Headers that say what is wrong: tarfile takes a damaged or missing header after the first for the end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> _StrictInfo:
+        try:
+            return super().fromtarfile(tarfile_)  # type: ignore[return-value]
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise
+        except tarfile.EmptyHeaderError as error:  # type: ignore[attr-defined]
+            if tarfile_.offset:  # type: ignore[attr-defined]
+                raise _NoEndMark("the archive ends without its end mark") from error
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {tarfile_.offset}") from error  # type: ignore[attr-defined]
+
+
+def _classified(shard: str, stream: IO[bytes], error: BaseException, started: bool) -> ShardFault:
+    """The fault behind a failed read. A pipe whose command failed looks like a short archive until it is closed."""
+    if isinstance(error, OSError) and not isinstance(error, tarfile.TarError):
+        return ShardFault("unreadable_shard", shard, error)
+    if isinstance(stream, Pipe):
+        try:
+            stream.close()
+        except Exception as failed:
+            return ShardFault("unreadable_shard", shard, failed)
+    if not started:
+        return ShardFault("not_a_tar", shard, error)
+    ended = isinstance(error, EOFError) or "unexpected end" in str(error) or "truncated" in str(error)
+    return ShardFault("truncated_shard" if ended else "damaged_shard", shard, error)

@@ -1,0 +1,312 @@
+"""The training stream: batches whose content depends on (seed, position) alone, on any number of ranks and workers.
+
+See :mod:`disco_ds.data.lanes` for the order. Here lanes are dealt to ranks and loader workers, the workers' parts are
+put together by position, and the state of every lane travels with the part that it produced, so that what a worker
+read ahead is never taken for consumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from disco_ds.config import DataConfig
+from disco_ds.data.decode import Decoder
+from disco_ds.data.lanes import NOTES_PER_REASON, Lane, Slices, Tally
+from disco_ds.data.sources import Source, expand, fingerprint
+from disco_ds.data.workers import loader_options, warm_up
+from disco_ds.errors import DataError
+
+log = logging.getLogger("disco_ds.data")
+
+MIN_READS = 1000
+"""Samples read before data.max_bad_fraction is looked at."""
+CURSOR_VERSION = 1
+
+Transform = Callable[[Image.Image], Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
+
+
+@dataclass
+class Batch:
+    """A rank's part of one global batch, in the order of the stream."""
+
+    images: Tensor
+    """[b, 3, H, W] float32; pinned where there is a GPU."""
+    texts: Tensor
+    """[b, context] int64."""
+    keys: list[str]
+    """``shard.tar#key`` of each sample."""
+    faults: dict[str, int]
+    """Occurrences by "source/reason" since this rank's previous batch."""
+    reads: int
+    """Raw samples read since this rank's previous batch, good and bad."""
+
+
+@dataclass
+class _Part:
+    """What one worker adds to a batch. ``places``: where its samples belong in the rank's batch."""
+
+    places: list[int]
+    images: Tensor | None
+    texts: Tensor | None
+    keys: list[str]
+    states: dict[str, dict[str, Any]]
+    tally: dict[str, Any]
+
+
+def default_lanes(global_batch: int, world_size: int) -> int:
+    """Enough lanes for the world sizes that divide the batch, not so many that each has little to read."""
+    return math.lcm(math.gcd(global_batch, 960), world_size)
+
+
+@dataclass
+class _Plan:
+    """All that a worker needs to produce its parts."""
+
+    sources: list[Source]
+    weights: list[float] | None
+    decoder: Decoder
+    tokenizer: Tokenizer
+    seed: int
+    lanes: int
+    shuffle: int
+    max_bad_fraction: float
+    rank: int
+    world_size: int
+    global_batch: int
+    position: int
+    states: dict[str, dict[str, Any]]
+
+    def parts(self, worker: int, workers: int) -> Iterator[_Part]:
+        """Worker ``worker``'s share of batch after batch, without end."""
+        numbers = list(range(self.rank, self.lanes, self.world_size))[worker::workers]
+        tally = Tally()
+        lanes = self._lanes(numbers, tally)
+        position = self.position
+        try:
+            while True:
+                # A batch begins at any position; the rank's samples in it are those whose lane is one of the rank's.
+                first = position + (self.rank - position) % self.world_size
+                mine = range(first, position + self.global_batch, self.world_size)
+                chosen = [(place, lanes[p % self.lanes]) for place, p in enumerate(mine) if p % self.lanes in lanes]
+                pairs = [lane.next() for _, lane in chosen]
+                yield _Part(
+                    places=[place for place, _ in chosen],
+                    images=torch.stack([pair.image for pair in pairs]) if pairs else None,
+                    texts=self.tokenizer([pair.caption for pair in pairs]) if pairs else None,
+                    keys=[pair.key for pair in pairs],
+                    states={str(number): lane.state() for number, lane in lanes.items()},
+                    tally=tally.empty(),
+                )
+                position += self.global_batch
+        finally:
+            for lane in lanes.values():
+                lane.close()
+
+    def _lanes(self, numbers: list[int], tally: Tally) -> dict[int, Lane]:
+        groups = [self.sources] if self.weights is None else [[source] for source in self.sources]
+        slices = [Slices(group, self.lanes, self.seed, str(tag)) for tag, group in enumerate(groups)]
+        size = max(1, self.shuffle // self.lanes)
+        lanes: dict[int, Lane] = {}
+
+        def check() -> None:  # here too: a worker that finds nothing good never comes to hand over a part
+            reads, bad = sum(lane.reads for lane in lanes.values()), sum(lane.bad for lane in lanes.values())
+            _check_bad(reads, bad, self.max_bad_fraction, tally.faults)
+
+        for number in numbers:
+            state = self.states.get(str(number))
+            lanes[number] = Lane(
+                number, slices, self.weights, seed=self.seed, block_size=size, decoder=self.decoder, tally=tally,
+                state=state, check=check,
+            )  # fmt: skip
+        return lanes
+
+
+class _Parts(IterableDataset):
+    """The plan as a data set for torch's loader, one iterator a worker."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self.plan = plan
+
+    def __iter__(self) -> Iterator[_Part]:
+        info = get_worker_info()
+        return self.plan.parts(info.id, info.num_workers) if info else self.plan.parts(0, 1)
+
+
+class TrainStream:
+    """Endless iterator of this rank's :class:`Batch` es.
+
+    Args:
+        config: where the data is and how it is read.
+        global_batch: pairs per step over all ranks; a multiple of ``world_size``.
+        rank, world_size: this rank's place.
+        seed: of the order, the choice of captions and the augmentation.
+        transform: RGB image to [3, H, W] float32; its randomness comes from torch's, Python's or numpy's global
+            generators. Must be picklable when ``config.workers`` > 0.
+        tokenizer: list of texts to [n, context] int64; picklable likewise.
+        cursor: what :func:`merge_states` made of all ranks' states; the stream goes on after that position.
+
+    Raises:
+        DataError: no shards, or a cursor of other data, another seed, or lanes that the world size does not divide.
+        ValueError: ``global_batch`` or ``config.lanes`` is not a multiple of ``world_size``.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        transform: Transform,
+        tokenizer: Tokenizer,
+        cursor: dict[str, Any] | None = None,
+    ) -> None:
+        if global_batch % world_size:
+            raise ValueError(f"global_batch {global_batch} is not a multiple of the {world_size} ranks")
+        sources = expand(config.train)
+        lanes = config.lanes or (cursor["lanes"] if cursor else default_lanes(global_batch, world_size))
+        if lanes % world_size:
+            hint = f"it was fixed by the checkpoint; use a divisor of {lanes}" if cursor else "set it to a multiple"
+            raise ValueError(f"data.lanes {lanes} is not a multiple of the {world_size} ranks: {hint}")
+        self._head: dict[str, Any] = {
+            "version": CURSOR_VERSION,
+            "seed": seed,
+            "lanes": lanes,
+            "shuffle": config.shuffle,
+            "weighted": config.weights is not None,
+            "sources": fingerprint(sources),
+        }
+        if cursor is not None:
+            _check_cursor(cursor, self._head)
+        own = [str(lane) for lane in range(rank, lanes, world_size)]
+        self._position = cursor["position"] if cursor else 0
+        stored = cursor["lane_states"] if cursor else {}
+        self._states = {lane: stored[lane] for lane in own if lane in stored}
+        self._plan = _Plan(
+            sources, config.weights, Decoder(config, transform), tokenizer, seed, lanes, config.shuffle,
+            config.max_bad_fraction, rank, world_size, global_batch, self._position, self._states,
+        )  # fmt: skip
+        self._workers = min(config.workers, len(own))
+        self._parts: Iterator[_Part] | None = None
+        self._logged: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
+        self.shards = sum(len(source.shards) for source in sources)
+        """Shards found, for the log."""
+        if self._workers:
+            warm_up()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._parts is None:
+            self._parts = self._start()
+        parts = [next(self._parts) for _ in range(max(1, self._workers))]
+        plan = self._plan
+        batch = _joined(parts, plan.global_batch // plan.world_size)
+        self._position += plan.global_batch
+        for part in parts:
+            self._states.update(part.states)
+            self._log(part.tally["notes"])
+        self._faults.update(batch.faults)
+        reads = sum(state["reads"] for state in self._states.values())
+        bad = sum(state["bad"] for state in self._states.values())
+        _check_bad(reads, bad, plan.max_bad_fraction, self._faults)
+        return batch
+
+    def _start(self) -> Iterator[_Part]:
+        if not self._workers:
+            return self._plan.parts(0, 1)
+        loader = DataLoader(_Parts(self._plan), num_workers=self._workers, **loader_options())
+        return iter(loader)
+
+    def _log(self, notes: list[str]) -> None:
+        for note in notes:
+            kind = note.split(": ", 1)[0]
+            self._logged[kind] += 1
+            if self._logged[kind] <= NOTES_PER_REASON:
+                last = ", further ones are only counted" if self._logged[kind] == NOTES_PER_REASON else ""
+                log.warning("dropped from the data: %s%s", note, last)
+
+    def state(self) -> dict[str, Any]:
+        """Where this rank's lanes stand after the last batch given out; JSON-able. See :func:`merge_states`."""
+        return {**self._head, "position": self._position, "lane_states": dict(self._states)}
+
+    def close(self) -> None:
+        """Stop the workers and close the shards."""
+        parts, self._parts = self._parts, None
+        if parts is not None and hasattr(parts, "close"):
+            parts.close()
+        del parts  # the loader's iterator stops its workers when it goes
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The states of all ranks as one cursor, JSON-able: what a checkpoint stores and ``TrainStream(cursor=…)`` reads.
+
+    Raises:
+        ValueError: the states are of different steps or streams, or a lane is missing.
+    """
+    heads = [{key: value for key, value in state.items() if key != "lane_states"} for state in states]
+    if any(head != heads[0] for head in heads):
+        raise ValueError(f"the ranks' stream states are not of one moment: {heads}")
+    merged: dict[str, Any] = {}
+    for state in states:
+        merged.update(state["lane_states"])
+    if merged and len(merged) != heads[0]["lanes"]:
+        raise ValueError(f"states of {len(merged)} of {heads[0]['lanes']} lanes; give those of every rank")
+    return {**heads[0], "lane_states": {lane: merged[lane] for lane in sorted(merged, key=int)}}
+
+
+def _check_cursor(cursor: dict[str, Any], head: dict[str, Any]) -> None:
+    what = {
+        "version": "the format of the stream's state",
+        "seed": "seed",
+        "lanes": "data.lanes",
+        "shuffle": "data.shuffle",
+        "weighted": "whether data.weights is given",
+        "sources": "the shards of data.train (a hash of their names)",
+    }
+    for key, meaning in what.items():
+        if cursor.get(key) != head[key]:
+            raise DataError(
+                f"the checkpoint's place in the data cannot be found again: {meaning} was {cursor.get(key)!r} and "
+                f"is now {head[key]!r}. Put it back, or start a new run from the checkpoint's weights"
+            )
+
+
+def _check_bad(reads: int, bad: int, max_bad_fraction: float, faults: Counter[str]) -> None:
+    if reads >= MIN_READS and bad > max_bad_fraction * reads:
+        raise DataError(
+            f"{bad} of {reads} samples read are bad, more than data.max_bad_fraction = {max_bad_fraction}; since the "
+            f"last start: {dict(faults.most_common(8))}. Mend the data, or raise that limit"
+        )
+
+
+def _joined(parts: list[_Part], size: int) -> Batch:
+    filled = [part for part in parts if part.images is not None and part.texts is not None]
+    shape_chw, context = filled[0].images.shape[1:], filled[0].texts.shape[1]  # type: ignore[union-attr]
+    pin = torch.cuda.is_available()
+    images = torch.empty(size, *shape_chw, dtype=torch.float32, pin_memory=pin)
+    texts = torch.empty(size, context, dtype=torch.int64, pin_memory=pin)
+    keys = [""] * size
+    faults: Counter[str] = Counter()
+    for part in filled:
+        places = torch.tensor(part.places)
+        images[places], texts[places] = part.images, part.texts  # type: ignore[assignment]
+        for place, key in zip(part.places, part.keys, strict=True):
+            keys[place] = key
+    for part in parts:
+        faults.update(part.tally["faults"])
+    return Batch(images, texts, keys, dict(faults), sum(part.tally["reads"] for part in parts))

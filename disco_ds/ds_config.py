@@ -1,0 +1,288 @@
+"""The ds_config: read it, check it in the user's terms, fill in what says "auto".
+
+DeepSpeed's three batch keys keep their meaning and gain the contrastive one: ``train_batch_size`` =
+``train_micro_batch_size_per_gpu`` x ``gradient_accumulation_steps`` x GPUs, and the negatives of every pair are all
+``train_batch_size``. Accumulation here is cached feature gradients (:mod:`disco_ds.step`), exact, so DeepSpeed itself
+is handed the rank's whole batch as one micro-batch and never divides a loss by k.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from disco_ds.config import RunConfig
+from disco_ds.errors import ConfigError, nearest
+
+AUTO = "auto"
+
+_TAKEN = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "zero_optimization", "bf16", "torch_autocast", "activation_checkpointing", "communication_data_type",
+    "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "aio", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler",
+    "comms_logger", "checkpoint", "data_types", "compile", "disable_python_gc", "log_level",
+}  # fmt: skip
+_REFUSED = {
+    "optimizer": "the optimizer is RunConfig's (--optimizer.name, --optimizer.lr …): DeepSpeed's section would drop "
+    "CLIP's decay groups",
+    "scheduler": "the learning rate is RunConfig's (--schedule.kind, --schedule.warmup_steps …)",
+    "fp16": "fp16 is not supported: use --precision bf16 or --precision amp",
+    "amp": "NVIDIA Apex is not used: --precision amp is torch's autocast",
+    "sparse_gradients": "the token embedding's gradient is dense",
+    "sparse_attention": "attention is open_clip's",
+    "data_efficiency": "the data stream is this project's own (--data.…)",
+    "curriculum_learning": "the data stream is this project's own (--data.…)",
+    "elasticity": "give the batch as global_batch; a run resumes on another number of GPUs by itself",
+    "autotuning": "the per-GPU batch is given as micro_batch",
+    "pipeline": "two towers are not a pipeline",
+    "tensorboard": "metrics are written by --logging.tensorboard",
+    "wandb": "metrics are written by --logging.wandb",
+    "csv_monitor": "metrics are in metrics.jsonl of the run's folder",
+}
+
+
+@dataclass
+class BatchPlan:
+    """How one optimizer step is cut: global_batch = micro_batch x accumulation x world_size, in pairs."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    world_size: int
+
+    @property
+    def per_rank(self) -> int:
+        """Pairs of one rank in one step."""
+        return self.micro_batch * self.accumulation
+
+
+@dataclass
+class EngineConfig:
+    """A checked ds_config: what DeepSpeed gets, and what it was resolved to."""
+
+    deepspeed: dict[str, Any]
+    """Handed to deepspeed.initialize as it is."""
+    batch: BatchPlan
+    precision: str
+    """"bf16", "amp" or "fp32"."""
+    zero_stage: int
+    filled: dict[str, Any] = field(default_factory=dict)
+    """Values that were put in place of "auto" or a missing key, by dotted name."""
+    source: str = ""
+    """File that it came from, for messages."""
+
+
+def read_ds_config(path: str | Path) -> dict[str, Any]:
+    """The content of a ds_config file.
+
+    Raises:
+        ConfigError: the file is missing, is not JSON, or has a key that DeepSpeed or this project does not take.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--ds_config {path}: cannot be read ({error.strerror})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--ds_config {path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--ds_config {path}: expected a JSON object, found {type(content).__name__}")
+    _check_keys(content, str(path))
+    return content
+
+
+def _check_keys(content: dict[str, Any], source: str) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for key, value in content.items():
+        off = isinstance(value, dict) and value.get("enabled") is False
+        if key in _REFUSED and not off:
+            raise ConfigError(f"{source}: {key}: {_REFUSED[key]}; take the section out")
+        if key not in _TAKEN and key not in _REFUSED:
+            raise ConfigError(f"{source}: {key}: DeepSpeed has no such key.{nearest(key, sorted(_TAKEN))}")
+    zero = content.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError(f"{source}: zero_optimization: expected an object, found {zero!r}")
+    known = {name for n, f in DeepSpeedZeroConfig.model_fields.items() for name in (n, f.alias) if name}
+    for key in zero:
+        if key not in known:
+            raise ConfigError(
+                f"{source}: zero_optimization.{key}: DeepSpeed has no such key.{nearest(key, sorted(known))}"
+            )
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ConfigError(f"{source}: zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
+    for section in ("bf16", "torch_autocast"):
+        if not isinstance(content.get(section, {}), dict):
+            raise ConfigError(f'{source}: {section}: expected an object such as {{"enabled": "auto"}}')
+
+
+def _number(content: dict[str, Any], key: str, source: str) -> int | None:
+    value = content.get(key, AUTO)
+    if value == AUTO or value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f'{source}: {key}: expected a positive number or "auto", found {value!r}')
+    return value
+
+
+def _agreed(content: dict[str, Any], key: str, option: str, given: int | None, source: str) -> int | None:
+    value = _number(content, key, source)
+    if value is not None and given is not None and value != given:
+        raise ConfigError(
+            f'{option} is {given} but {key} in {source} is {value}: write "auto" there, or make them equal'
+        )
+    return value if value is not None else given
+
+
+def plan_batch(config: RunConfig, content: dict[str, Any], world_size: int, source: str) -> BatchPlan:
+    """Solve train_batch_size = micro x accumulation x world_size for what is not given.
+
+    Raises:
+        ConfigError: too little is given, the two files disagree, or the numbers do not divide.
+    """
+    total = _agreed(content, "train_batch_size", "global_batch", config.global_batch, source)
+    micro = _agreed(content, "train_micro_batch_size_per_gpu", "micro_batch", config.micro_batch, source)
+    steps = _number(content, "gradient_accumulation_steps", source)
+    if total is None:
+        if micro is None:
+            raise ConfigError(
+                f"the batch is not given: set global_batch (pairs per step over all GPUs; --global_batch 32768), or "
+                f"train_batch_size in {source}"
+            )
+        total = micro * (steps or 1) * world_size
+    if micro is None:
+        per_step = (steps or 1) * world_size
+        if total % per_step:
+            raise ConfigError(
+                f"global batch {total} does not divide by {world_size} ranks x gradient_accumulation_steps "
+                f"{steps or 1}; nearest that do: {_nearest_multiples(total, per_step)}"
+            )
+        micro = total // per_step
+    if steps is None:
+        if total % (micro * world_size):
+            raise ConfigError(
+                f"global batch {total} does not divide by micro_batch {micro} x {world_size} ranks; "
+                f"nearest that do: {_nearest_multiples(total, micro * world_size)}"
+            )
+        steps = total // (micro * world_size)
+    if micro * steps * world_size != total:
+        raise ConfigError(
+            f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
+            f'{steps} x {world_size} ranks = {micro * steps * world_size}; write "auto" for one of them in {source}'
+        )
+    return BatchPlan(total, micro, steps, world_size)
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    low = value // step * step
+    return " and ".join(str(v) for v in (low, low + step) if v > 0)
+
+
+def _enabled(content: dict[str, Any], section: str, source: str) -> bool | None:
+    value = content.get(section, {}).get("enabled", AUTO)
+    if value == AUTO:
+        return None
+    if not isinstance(value, bool):
+        raise ConfigError(f'{source}: {section}.enabled: expected true, false or "auto", found {value!r}')
+    return value
+
+
+def choose_precision(config: RunConfig, content: dict[str, Any], on_gpu: bool, source: str) -> str:
+    """ "bf16", "amp" or "fp32", from RunConfig.precision, the ds_config's sections, and the device.
+
+    Raises:
+        ConfigError: both sections are on, or RunConfig and the ds_config disagree.
+    """
+    sections = {"bf16": _enabled(content, "bf16", source), "amp": _enabled(content, "torch_autocast", source)}
+    on = [name for name, value in sections.items() if value]
+    if len(on) == 2:
+        raise ConfigError(f"{source}: bf16 and torch_autocast are both enabled; choose one (--precision bf16 or amp)")
+    if config.precision == AUTO:
+        if on:
+            return on[0]
+        return "bf16" if on_gpu and sections["bf16"] is None else "fp32"
+    if (on and on[0] != config.precision) or sections.get(config.precision) is False:
+        found = f"enables {on[0]}" if on else f"disables {config.precision}"
+        raise ConfigError(f'precision is {config.precision} but {source} {found}: write "enabled": "auto" there')
+    return config.precision
+
+
+def resolve(config: RunConfig, content: dict[str, Any], *, world_size: int, on_gpu: bool, source: str) -> EngineConfig:
+    """Check a ds_config against the run and fill all but the bucket sizes, which need the model (:func:`fill_buckets`).
+
+    Raises:
+        ConfigError: see :func:`plan_batch` and :func:`choose_precision`; a clip_norm that disagrees.
+    """
+    batch = plan_batch(config, content, world_size, source)
+    precision = choose_precision(config, content, on_gpu, source)
+    ds = copy.deepcopy(content)
+    zero = ds.setdefault("zero_optimization", {"stage": 0})
+    zero.setdefault("stage", 0)
+    filled: dict[str, Any] = {}
+    for key, value in (
+        ("train_batch_size", batch.global_batch),
+        ("train_micro_batch_size_per_gpu", batch.micro_batch),
+        ("gradient_accumulation_steps", batch.accumulation),
+    ):
+        if content.get(key, AUTO) == AUTO:
+            filled[key] = value
+    ds["train_batch_size"] = batch.global_batch
+    ds["train_micro_batch_size_per_gpu"] = batch.per_rank
+    ds["gradient_accumulation_steps"] = 1
+    clip = ds.get("gradient_clipping", AUTO)
+    if clip == AUTO:
+        filled["gradient_clipping"] = ds["gradient_clipping"] = config.optimizer.clip_norm
+    elif "clip_norm" in config.optimizer.model_fields_set and clip != config.optimizer.clip_norm:
+        raise ConfigError(
+            f"optimizer.clip_norm is {config.optimizer.clip_norm} but gradient_clipping in {source} is {clip}: "
+            f'write "auto" there, or make them equal'
+        )
+    if _enabled(content, "bf16", source) is None:
+        filled["bf16.enabled"] = precision == "bf16"
+    ds["bf16"] = {**ds.get("bf16", {}), "enabled": precision == "bf16"}
+    if precision == "amp":
+        ds["torch_autocast"] = {"dtype": "bfloat16", **ds.get("torch_autocast", {}), "enabled": True}
+    else:
+        ds.pop("torch_autocast", None)
+    for key in [key for key in ds if key in _REFUSED]:
+        del ds[key]  # sections that say "enabled": false
+    # the optimizer handed over is torch's own where DeepSpeed's CPU Adam is not built
+    ds.setdefault("zero_force_ds_cpu_optimizer", False)
+    return EngineConfig(ds, batch, precision, zero["stage"], filled, source)
+
+
+def fill_buckets(engine_config: EngineConfig, parameters: int, largest: int, *, on_gpu: bool) -> None:
+    """Replace "auto" in zero_optimization, in place.
+
+    Args:
+        parameters: elements of all trained parameters.
+        largest: elements of the largest one.
+
+    DeepSpeed allocates ``reduce_bucket_size`` elements whole, whatever the model's size (5e8 by default: more than a
+    ViT-B/32 itself), so a bucket here is never larger than the model, and never smaller than its largest parameter.
+    """
+    zero = engine_config.deepspeed["zero_optimization"]
+    bucket = max(largest, min(parameters, 50_000_000))
+    bucket += bucket % 2  # DeepSpeed asserts even buckets, for the alignment of 16-bit elements
+    values = {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": bucket,
+        "stage3_max_live_parameters": max(2 * largest, parameters // 4),
+        "stage3_param_persistence_threshold": min(100_000, max(parameters // 1000, 1)),
+        "overlap_comm": on_gpu,
+    }
+    for key, value in list(zero.items()):
+        if value != AUTO:
+            if key == "allgather_bucket_size" and int(value) % 2:
+                raise ConfigError(f"{engine_config.source}: zero_optimization.{key}: must be even, found {value}")
+            continue
+        if key not in values:
+            raise ConfigError(
+                f'{engine_config.source}: zero_optimization.{key}: "auto" is not known here; give a value'
+            )
+        zero[key] = engine_config.filled[f"zero_optimization.{key}"] = values[key]

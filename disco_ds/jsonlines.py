@@ -1,0 +1,112 @@
+"""Metrics files: one JSON object a line, flushed at once, whose ``step`` is unique and increasing.
+
+When a run goes on from step k, the lines of later steps, which it will write again, and a line that a kill has torn
+move from ``metrics.jsonl`` to ``metrics.dropped.jsonl``: nothing measured is lost, and readers need not sort anything
+out. A number that JSON has no word for is null, and ``non_finite`` in the same object says what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, whose ``step`` is unique and increasing.
+
+    Args:
+        path: the file; lines of it after ``start_step``, out of order or unreadable move to ``<stem>.dropped.jsonl``.
+        start_step: the last step that stays.
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        self.path = path
+        self.last_step = set_aside_after(path, start_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Append one object and flush it.
+
+        Raises:
+            ValueError: its step is not after the last one's.
+        """
+        step = values["step"]
+        if self.last_step is not None and step <= self.last_step:
+            raise ValueError(f"{self.path}: step {step} comes after step {self.last_step}; steps must increase")
+        self._file.write(json.dumps(_valid(values), ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+        self.last_step = step
+
+    def rewind(self, step: int) -> None:
+        """Set the lines after ``step`` aside, if there are any."""
+        if self.last_step is not None and self.last_step > step:
+            self._file.close()
+            self.last_step = set_aside_after(self.path, step)
+            self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def set_aside_after(path: Path, step: int) -> int | None:
+    """Move the lines of a metrics file that are after ``step``, out of order or unreadable to ``<stem>.dropped.jsonl``.
+
+    The file is replaced in one move, after the lines taken from it are safe in the other: a kill in between can leave a
+    line in both, never in neither.
+
+    Returns:
+        the step of the last line that stays, None if there is none.
+    """
+    if not path.exists():
+        return None
+    kept, dropped, last = [], [], None
+    for line in path.read_bytes().splitlines():
+        found = _step_of(line)
+        if found is not None and found <= step and (last is None or found > last):
+            kept.append(line + b"\n")
+            last = found
+        else:
+            dropped.append(line + b"\n")
+    if dropped or not path.read_bytes().endswith(b"\n"):
+        _write_safely(path.with_name(f"{path.stem}.dropped.jsonl"), dropped, "ab")
+        fresh = path.with_name(f".{path.name}.new")
+        _write_safely(fresh, kept, "wb")
+        os.replace(fresh, path)
+    return last
+
+
+def _write_safely(path: Path, lines: list[bytes], mode: str) -> None:
+    if lines or mode == "wb":
+        with path.open(mode) as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics file, oldest first; unreadable lines are passed over, a missing file has none."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines()
+    return [json.loads(line) for line in lines if _step_of(line) is not None]
+
+
+def _valid(values: Mapping[str, Any]) -> dict[str, Any]:
+    """NaN and infinities as null, and by name under "non_finite"."""
+    odd = {name: str(value) for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    if not odd:
+        return dict(values)
+    return {**{name: None if name in odd else value for name, value in values.items()}, "non_finite": odd}

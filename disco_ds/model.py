@@ -1,0 +1,249 @@
+"""The two towers: an open_clip model, with its temperature kept exact at every precision.
+
+:class:`TwoTowers` holds an open_clip model whose logit_scale (and logit_bias) it has taken over. DeepSpeed keeps 0-dim
+parameters badly, so here they have shape (1,); export gives them back as 0-dim. In bf16 a working copy of
+logit_scale = ln 100 is e^4.5938 = 98.9, so forward uses the fp32 master value (:meth:`TwoTowers.set_master`), while the
+gradient goes to the working copy as always.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import open_clip
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from torch import Tensor, nn
+
+from disco_ds.config import MAX_LOGIT_SCALE, ModelConfig
+from disco_ds.errors import ConfigError, nearest
+
+MODEL_CONFIGS = Path(__file__).parent / "model_configs"
+
+
+class Features(NamedTuple):
+    """What the towers give: unit-length features, the scale that multiplies the logits, and a bias if there is one.
+
+    ``image_features`` and ``text_features`` have shape (b, D); a tower that was given nothing gives None.
+    ``logit_scale`` is exp of the parameter, shape (1,), float32. ``logit_bias`` has shape (1,) or is None.
+    """
+
+    image_features: Tensor | None
+    text_features: Tensor | None
+    logit_scale: Tensor
+    logit_bias: Tensor | None
+
+
+class TwoTowers(nn.Module):
+    """An open_clip model as DeepSpeed engines take it.
+
+    Args:
+        clip: an ``open_clip.CLIP`` or ``CustomTextCLIP``. Its logit_scale and logit_bias move here.
+        freeze: "image" or "text" locks that tower: no gradients, evaluation mode (no dropout, fixed batch statistics).
+    """
+
+    clip: Any  # nn.Module would type every attribute of it as Tensor | Module
+
+    def __init__(self, clip: Any, freeze: str = "none") -> None:
+        super().__init__()
+        self.clip = clip
+        self.freeze = freeze
+        self.logit_scale = nn.Parameter(clip.logit_scale.detach().float().reshape(1))
+        bias = getattr(clip, "logit_bias", None)
+        self.logit_bias: nn.Parameter | None = None
+        if bias is not None:
+            self.logit_bias = nn.Parameter(bias.detach().float().reshape(1))
+        del clip.logit_scale, clip.logit_bias
+        # open_clip's forward still reads both; a plain 0 there costs nothing and is no parameter of any engine
+        clip.logit_scale, clip.logit_bias = torch.zeros(()), None
+        self._masters: dict[str, Tensor] = {}
+        for parameter in self.tower_parameters(freeze) if freeze != "none" else ():
+            parameter.requires_grad_(False)
+
+    def tower_parameters(self, tower: str) -> Iterator[nn.Parameter]:
+        """Parameters of the "image" or the "text" tower (projections included, logit_scale not)."""
+        for name, parameter in self.clip.named_parameters():
+            if name.startswith("visual.") == (tower == "image"):
+                yield parameter
+
+    def train(self, mode: bool = True) -> TwoTowers:
+        """Training mode, except for a locked tower."""
+        super().train(mode)
+        if mode and self.freeze == "image":
+            self.clip.visual.eval()
+        elif mode and self.freeze == "text":
+            for name, module in self.clip.named_children():
+                if name != "visual":
+                    module.eval()
+        return self
+
+    def set_master(self, name: str, value: Tensor) -> None:
+        """Tell forward the fp32 value of ``logit_scale`` or ``logit_bias`` that the optimizer holds, shape (1,)."""
+        # a plain attribute: a buffer would be cast to bf16 with the module
+        self._masters[name] = value.detach().to(torch.float32)
+
+    def _exact(self, name: str, parameter: Tensor) -> Tensor:
+        value = parameter.float()
+        master = self._masters.get(name)
+        return value if master is None else value + (master.to(value.device) - value).detach()
+
+    def forward(
+        self,
+        images: Tensor | None = None,
+        texts: Tensor | None = None,
+        on_texts: Callable[[Tensor], Tensor] | None = None,
+    ) -> Features:
+        """Encode images (b, 3, H, W), texts (b, context), or both.
+
+        ``on_texts`` gets the text features as soon as they are there, before the images are encoded, and returns what
+        goes on in their place: the place for a collective that overlaps with the image tower.
+        """
+        image_features = text_features = None
+        if texts is not None:
+            text_features = self._encode("text", None, texts)[1]
+            if on_texts is not None:
+                text_features = on_texts(text_features)
+        if images is not None:
+            images = images.to(next(self.clip.visual.parameters()).dtype)
+            image_features = self._encode("image", images, None)[0]
+        bias = None if self.logit_bias is None else self._exact("logit_bias", self.logit_bias)
+        return Features(image_features, text_features, self._exact("logit_scale", self.logit_scale).exp(), bias)
+
+    def _encode(self, tower: str, images: Tensor | None, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+        # clip is called as a whole, never its encode_* methods: ZeRO-3 gathers parameters in a module's forward hooks
+        if self.freeze == tower:
+            with torch.no_grad():
+                return self.clip(images, texts)[:2]
+        return self.clip(images, texts)[:2]
+
+    def clamp_range(self, name: str) -> tuple[float, float] | None:
+        """The range that training keeps a temperature parameter in: logit_scale in [0, ln 100]; logit_bias is free."""
+        return (0.0, MAX_LOGIT_SCALE) if name == "logit_scale" else None
+
+
+def open_clip_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of :class:`TwoTowers` under open_clip's names and shapes."""
+    renamed = {}
+    for name, value in state.items():
+        scalar = name in ("logit_scale", "logit_bias")
+        renamed[name.removeprefix("clip.")] = value.reshape(()) if scalar else value
+    return renamed
+
+
+def _registered_name(config: ModelConfig) -> str:
+    """The name under which open_clip knows the model; registers a model given as dict or JSON file first.
+
+    Raises:
+        ConfigError: no such model, or one that this loss cannot train.
+    """
+    if config.config is not None:
+        name = f"{config.name}-from-config".replace("/", "-")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"{name}.json"
+            path.write_text(json.dumps(config.config))
+            return _register_json(path, "model.config")
+    if config.name.endswith(".json"):
+        return _register_json(Path(config.name), "model.name")
+    shipped = MODEL_CONFIGS / f"{config.name}.json"
+    if shipped.is_file():
+        return _register_json(shipped, "model.name")
+    if config.name.startswith(("hf-hub:", "local-dir:")):
+        return config.name
+    if open_clip.get_model_config(config.name.replace("/", "-")) is None:
+        names = [*open_clip.list_models(), *sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))]
+        raise ConfigError(f"model.name: open_clip has no model {config.name!r}.{nearest(config.name, names)}")
+    return config.name.replace("/", "-")
+
+
+def _register_json(path: Path, field: str) -> str:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{field}: {path} cannot be read ({error.strerror})") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{field}: {path} is not valid JSON: {error}") from None
+    missing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in content]
+    if missing:
+        raise ConfigError(f"{field}: an open_clip model needs embed_dim, vision_cfg and text_cfg; missing: {missing}")
+    open_clip.add_model_config(path)
+    return path.stem
+
+
+def build_model(config: ModelConfig, seed: int) -> TwoTowers:
+    """The model of a run on the CPU in fp32, with the same initial weights on every rank.
+
+    Raises:
+        ConfigError: unknown or unsuitable model, weights that cannot be had, a config that open_clip refuses.
+    """
+    name = _registered_name(config)
+    model_config = open_clip.get_model_config(name) or {}
+    if "multimodal_cfg" in model_config:
+        raise ConfigError(f"model.name: {config.name} is a CoCa model; its captioning loss is not part of this project")
+    options: dict[str, Any] = {}
+    if config.patch_dropout is not None:
+        if "timm_model_name" in model_config.get("vision_cfg", {}):
+            raise ConfigError("model.patch_dropout: only open_clip's own ViTs drop patches, this image tower is timm's")
+        options["force_patch_dropout"] = config.patch_dropout
+    torch.manual_seed(seed)
+    try:
+        clip = open_clip.create_model(name, pretrained=config.pretrained, pretrained_text=False, **options)
+    except Exception as error:
+        what = f" with model.pretrained {config.pretrained!r}" if config.pretrained else ""
+        raise ConfigError(
+            f"model.name: open_clip could not build {config.name!r}{what}: {type(error).__name__}: {error}"
+        ) from error
+    model = TwoTowers(clip, config.freeze)
+    if config.checkpointing == "full":
+        set_checkpointing(model)
+    return model
+
+
+def set_checkpointing(model: TwoTowers) -> None:
+    """Recompute every block of the trained towers in backward (open_clip's own block checkpointing).
+
+    A locked tower runs without a graph and keeps no activations, so there is nothing to recompute in it; asking for it
+    all the same is an error under ZeRO-3 (huggingface/transformers#47254).
+    """
+    if model.freeze != "image":
+        model.clip.visual.set_grad_checkpointing(True)
+    if model.freeze != "text":
+        text = getattr(model.clip, "text", None)
+        if text is not None:
+            text.set_grad_checkpointing(True)
+        else:
+            model.clip.transformer.grad_checkpointing = True
+
+
+def build_tokenizer(config: ModelConfig) -> Callable[[list[str]], Tensor]:
+    """The model's tokenizer: list of n strings → (n, context) int64.
+
+    Raises:
+        ConfigError: the tokenizer's files have to come from a hub that cannot be reached.
+    """
+    name = _registered_name(config)
+    try:
+        return open_clip.get_tokenizer(name)
+    except Exception as error:
+        raise ConfigError(
+            f"model.name: the tokenizer of {config.name!r} could not be loaded; it comes from the Hugging Face hub "
+            f"(download it once with the network on, or choose a model with open_clip's own tokenizer): {error}"
+        ) from error
+
+
+def build_transform(model: TwoTowers, *, training: bool, augment: str = "crop") -> Callable[[Any], Tensor]:
+    """PIL RGB image → float32 tensor (3, H, W), with the model's size, mean and standard deviation."""
+    return image_transform_v2(PreprocessCfg(**preprocessing(model)), is_train=training and augment == "crop")
+
+
+def preprocessing(model: TwoTowers) -> dict[str, Any]:
+    """open_clip's preprocessing of the model's images: size, mean, std, interpolation, resize_mode, fill_color."""
+    return open_clip.model.get_model_preprocess_cfg(model.clip)
+
+
+def context_length(model: TwoTowers) -> int:
+    """Tokens a caption is cut or padded to."""
+    return int(model.clip.context_length)

@@ -1,0 +1,208 @@
+"""From a checked configuration to everything the loop needs, cheap checks before expensive ones."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from disco_ds.checkpoint import RunState, check_resumable, choose_checkpoint, load_checkpoint
+from disco_ds.config import RunConfig, total_steps
+from disco_ds.data.heldout import probe, read_heldout
+from disco_ds.data.sources import expand
+from disco_ds.data.stream import TrainStream
+from disco_ds.ds_config import EngineConfig, read_ds_config, resolve
+from disco_ds.engine import build_engine
+from disco_ds.errors import CheckpointError, ConfigError, DataError
+from disco_ds.evaluate import check_evaluation
+from disco_ds.loss import build_loss
+from disco_ds.model import TwoTowers, build_model, build_tokenizer, build_transform
+from disco_ds.schedule import Schedule, build_schedule
+from disco_ds.step import TrainStep
+from disco_ds.telemetry import Telemetry, check_logging
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Run:
+    """A run that is ready for its next step."""
+
+    config: RunConfig
+    folder: Path
+    engine_config: EngineConfig
+    engine: Any
+    tokenizer: Callable[[list[str]], torch.Tensor]
+    stream: TrainStream
+    train_step: TrainStep
+    schedule: Schedule
+    telemetry: Telemetry
+    control: dist.ProcessGroup
+    """A gloo group for the few numbers that ranks agree on: it never waits for a GPU."""
+    state: RunState
+
+    @property
+    def global_batch(self) -> int:
+        """Pairs a step, over all ranks."""
+        return self.engine_config.batch.global_batch
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's towers are."""
+        return self.train_step.device
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.folder / "checkpoints"
+
+    def heldout(self) -> Any:
+        """A fresh pass over this rank's part of the held-out pairs."""
+        return read_heldout(
+            self.config.data,
+            transform=build_transform(self.engine.module, training=False),
+            tokenizer=self.tokenizer,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            batch=self.config.evaluation.batch,
+        )
+
+
+def on_rank_0(action: Callable[[], Result]) -> Result:
+    """Run ``action`` on rank 0 only; every rank gets its result, or raises its error."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except (ConfigError, DataError, CheckpointError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> Run:
+    """Check, build and resume. Raises the same error on every rank before anything on disk has changed.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: see the modules that they come from.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    engine_config = resolve(
+        config, read_ds_config(ds_config), world_size=world_size, on_gpu=device.type == "cuda", source=str(ds_config)
+    )
+    global_batch = engine_config.batch.global_batch
+    folder = config.runs_dir / config.name
+    check_logging(config.logging)
+    check_evaluation(config.evaluation)
+    on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
+    checkpoint = on_rank_0(lambda: choose_checkpoint(config.resume, folder / "checkpoints"))
+    if checkpoint is not None:
+        check_resumable(
+            checkpoint, world_size=world_size, zero_stage=engine_config.zero_stage, model=model_identity(config)
+        )
+
+    model = build_model(config.model, config.seed)
+    tokenizer = build_tokenizer(config.model)
+    transform = build_transform(model, training=True, augment=config.data.augment)
+    on_rank_0(lambda: _probe(config, transform))
+    steps = total_steps(config, global_batch)
+    schedule = build_schedule(config.schedule, peak=config.optimizer.lr, steps=steps, global_batch=global_batch)
+
+    torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks; a checkpoint brings its own
+    engine = build_engine(model, config.optimizer, engine_config)
+    state = RunState(step=0, samples_seen=0, cursor=None)
+    if checkpoint is not None:
+        state = load_checkpoint(engine, checkpoint)
+    stream = TrainStream(
+        config.data,
+        global_batch=global_batch,
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed,
+        transform=transform,
+        tokenizer=tokenizer,
+        cursor=state.cursor,
+    )
+    telemetry = Telemetry(
+        folder,
+        config.logging,
+        rank=rank,
+        total_steps=steps,
+        start_step=state.step,
+        name=config.name,
+        run_config=config.model_dump(mode="json"),
+    )
+    loss = build_loss(config.loss.kind, tile=config.loss.tile, keep_logits=config.loss.keep_logits)
+    train_step = TrainStep(engine, loss, engine_config.batch.accumulation, device)
+    control: Any = dist.new_group(backend="gloo")
+    run = Run(config, folder, engine_config, engine, tokenizer, stream, train_step, schedule, telemetry, control, state)
+    if rank == 0:
+        (folder / "config.yaml").write_text(config.to_yaml())
+        telemetry.say(describe(run, checkpoint))
+    return run
+
+
+def model_identity(config: RunConfig) -> dict[str, Any]:
+    """What must be the same for a checkpoint to fit."""
+    return config.model.model_dump(mode="json", include={"name", "config", "freeze"})
+
+
+def _find_shards(config: RunConfig) -> None:
+    expand(config.data.train, "data.train")
+    if config.data.val is not None:
+        expand(config.data.val, "data.val")
+
+
+def _probe(config: RunConfig, transform: Callable[[Any], torch.Tensor]) -> None:
+    probe(config.data, transform=transform)
+    if config.data.val is not None:
+        probe(config.data, transform=transform, field="data.val")
+
+
+def describe(run: Run, checkpoint: Path | None) -> str:
+    """What will happen, in a few lines: everything that was derived or filled in is here."""
+    config, plan = run.config, run.engine_config.batch
+    towers: TwoTowers = run.engine.module
+    sizes = {tower: sum(_elements(p) for p in towers.tower_parameters(tower)) for tower in ("image", "text")}
+    steps, warmup = run.schedule.steps, run.schedule.warmup
+    cut = f"{plan.world_size} ranks x {plan.micro_batch}" + (
+        f" x {plan.accumulation} micro-batches (cached gradients)" if plan.accumulation > 1 else ""
+    )
+    frozen = f", {towers.freeze} tower locked" if towers.freeze != "none" else ""
+    filled = ", ".join(f"{key}={value}" for key, value in run.engine_config.filled.items())
+    lines = [
+        f"run {run.folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""),
+        f"  model     {config.model.name}: image {_millions(sizes['image'])}, text {_millions(sizes['text'])}{frozen}",
+        f"  batch     {plan.global_batch} pairs, all negatives of each other = {cut}",
+        f"  length    {steps} steps = {steps * plan.global_batch} samples; "
+        f"warm-up {warmup} steps = {warmup * plan.global_batch} samples, then {run.schedule.kind}",
+        f"  engine    ZeRO {run.engine_config.zero_stage}, {run.engine_config.precision}, {run.device.type}; "
+        f"loss {config.loss.kind}; checkpointing {config.model.checkpointing}",
+        f'  "auto"    {filled or "nothing"}',
+    ]
+    return "\n".join(lines)
+
+
+def _elements(parameter: torch.nn.Parameter) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 leaves an empty tensor behind
+
+
+def _millions(elements: int) -> str:
+    return f"{elements / 1e6:.1f} M" if elements >= 1e5 else f"{elements / 1e3:.0f} K"
+
+
+def start_logging(rank: int) -> None:
+    """Show the project's warnings on the console, with the rank that they come from."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
+    logger = logging.getLogger("disco_ds")
+    logger.handlers = [handler]
+    logger.propagate = False

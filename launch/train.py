@@ -1,0 +1,50 @@
+"""Train a CLIP-like model.
+
+    deepspeed launch/train.py --ds_config ds_configs/zero2.json
+    torchrun --nproc_per_node 2 launch/train.py --ds_config ds_configs/zero2.json
+    python launch/train.py
+
+With no further argument it trains the embedded default (disco_ds/demo.yaml); ``--help`` lists every option.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from disco_ds.cli import options
+from disco_ds.errors import CheckpointError, ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Read the options, then prepare and train; the user's mistakes end in one line and status 2."""
+    import disco_ds
+    from disco_ds.engine import prepare_environment, rank
+
+    prepare_environment()
+    demo = Path(disco_ds.__file__).parent / "demo.yaml"
+    try:
+        config, ds_config = options.parse(sys.argv[1:], prog="launch/train.py", demo=demo)
+    except ConfigError as error:
+        options.fail(error, rank())
+
+    from disco_ds.engine import start_distributed
+    from disco_ds.quiet import quiet_libraries
+
+    quiet_libraries()
+    device = start_distributed()
+    from disco_ds.setup import prepare, start_logging
+    from disco_ds.train import train
+
+    start_logging(rank())
+    try:
+        run = prepare(config, ds_config or ROOT / "ds_configs" / "zero2.json", device)
+    except (ConfigError, DataError, CheckpointError) as error:
+        options.fail(error, rank())  # every rank has the same error
+    train(run)
+
+
+if __name__ == "__main__":
+    main()

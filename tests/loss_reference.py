@@ -1,0 +1,83 @@
+"""Inputs for tests of the losses, and what the losses have to equal: one process, float64, plain autograd."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KINDS = ("random", "trained", "converged", "anisotropic", "mixed", "identical", "duplicated")
+
+
+def fresh_seed() -> int:
+    """A new seed each time; LOSS_SEED repeats one that a failing test has shown."""
+    return int(os.environ.get("LOSS_SEED") or secrets.randbelow(2**31))
+
+
+def make_features(pairs: int, width: int, kind: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Unit features (pairs, width) of images and texts; "mixed" ones differ in length by orders of magnitude.
+
+    ``trained``: a loss of 0.01 to 1 at scale 100. ``converged``: below 1e-3, the negatives alike. ``anisotropic``: all
+    features in a narrow cone.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def noise(rows: int = pairs) -> Tensor:
+        return torch.randn(rows, width, generator=g, dtype=torch.float64) / width**0.5
+
+    def unit(x: Tensor) -> Tensor:
+        return F.normalize(x, dim=1)
+
+    if kind == "random":
+        u, v = unit(noise()), unit(noise())
+    elif kind in ("trained", "anisotropic"):
+        shared = unit(noise()) + (2.0 * unit(noise(1)) if kind == "anisotropic" else 0.0)
+        u, v = unit(shared + 0.9 * noise()), unit(shared + 0.9 * noise())
+    elif kind == "converged":
+        shared = unit(2.0 * unit(noise(1)) + unit(noise()))  # negatives at a cosine of 0.8, positives near 1
+        u, v = unit(shared + 0.03 * noise()), unit(shared + 0.03 * noise())
+    elif kind == "mixed":
+        lengths = torch.tensor([1e-2, 1.0, 2.5])
+        pick = [lengths[torch.randint(0, 3, (pairs, 1), generator=g)] for _ in range(2)]
+        u, v = unit(noise()) * pick[0], unit(noise()) * pick[1]
+    elif kind == "identical":
+        u = v = unit(noise(1)).expand(pairs, width)
+    else:
+        u, v = unit(noise()), unit(noise())
+        half = pairs // 2
+        u[half : 2 * half], v[half : 2 * half] = u[:half], v[:half]
+    return u.to(dtype).contiguous(), v.to(dtype).contiguous()
+
+
+def clip_reference(u: Tensor, v: Tensor, scale: float) -> dict[str, Tensor]:
+    """Loss and gradients of CLIP's loss over all pairs, float64."""
+    u, v, s = _leaves(u, v, scale)
+    logits = s * u @ v.T
+    labels = torch.arange(len(u))
+    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    loss.backward()
+    return {"loss": loss.detach(), "image": u.grad, "text": v.grad, "scale": s.grad}
+
+
+def sigmoid_reference(u: Tensor, v: Tensor, scale: float, bias: float) -> dict[str, Tensor]:
+    """Loss and gradients of SigLIP's loss over all pairs, float64."""
+    u, v, s, b = _leaves(u, v, scale, bias)
+    logits = s * u @ v.T + b
+    loss = -F.logsigmoid((2 * torch.eye(len(u), dtype=torch.float64) - 1) * logits).sum() / len(u)
+    loss.backward()
+    return {"loss": loss.detach(), "image": u.grad, "text": v.grad, "scale": s.grad, "bias": b.grad}
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected; the difference itself where nothing is."""
+    difference = (value.detach().double() - expected).norm().item()
+    norm = expected.norm().item()
+    return difference / norm if norm > 0 else difference
+
+
+def _leaves(*values: Any) -> list[Tensor]:
+    return [torch.as_tensor(x).detach().double().clone().requires_grad_() for x in values]

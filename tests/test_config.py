@@ -1,0 +1,249 @@
+"""Options, run files and ds_configs: what is read, and what each mistake is answered with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from disco_ds.cli import options
+from disco_ds.config import RunConfig, total_steps
+from disco_ds.ds_config import fill_buckets, read_ds_config, resolve
+from disco_ds.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "disco_ds" / "demo.yaml"
+BASE = ["--data.train", "a.tar", "--steps", "3"]
+
+
+def parse(*argv):
+    return options.parse(argv, prog="launch/train.py", demo=DEMO)
+
+
+def refused(*argv):
+    with pytest.raises(ConfigError) as caught:
+        parse(*argv)
+    return str(caught.value)
+
+
+def test_flags_reach_their_fields():
+    config, ds = parse(
+        "--data.train", "a/{00,03}.tar", "b.tar", "--data.weights", "1", "2.5", "--samples", "1000",
+        "--optimizer.betas", "0.8", "0.9", "--loss.keep_logits", "false", "--model.config", '{"embed_dim": 3}',
+        "--logging.tensorboard", "--data.val", "null", "--ds_config", "x.json", "--local_rank=1",
+    )  # fmt: skip
+    assert config.data.train == ["a/{00,03}.tar", "b.tar"]  # a comma in a brace list does not split it
+    assert config.data.weights == [1.0, 2.5]
+    assert (config.samples, config.steps) == (1000, None)
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.loss.keep_logits is False
+    assert config.model.config == {"embed_dim": 3}
+    assert config.logging.tensorboard is True
+    assert config.data.val is None
+    assert ds == "x.json"
+
+
+def test_repeated_list_flags_add_up():
+    config, _ = parse("--data.train", "a.tar", "--data.train", "b.tar", "--steps", "1")
+    assert config.data.train == ["a.tar", "b.tar"]
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_flags_win_over_the_file(tmp_path, suffix):
+    content = {"steps": 5, "seed": 3, "data": {"train": "x.tar", "workers": 2}, "optimizer": {"lr": 1.0}}
+    path = tmp_path / f"run.{suffix}"
+    path.write_text(yaml.safe_dump(content) if suffix == "yaml" else json.dumps(content))
+    config, _ = parse("--config", str(path), "--optimizer.lr", "0.5", "--samples", "64", "--data.workers", "0")
+    assert (config.optimizer.lr, config.seed, config.data.train, config.data.workers) == (0.5, 3, "x.tar", 0)
+    assert (config.steps, config.samples) == (None, 64)  # a length given as a flag replaces the file's in any unit
+
+
+def test_without_config_and_data_it_is_the_demo():
+    config, ds = parse()
+    assert config.data.train == "demo"
+    assert config.name == "demo"
+    assert ds is None
+
+
+def test_resolved_config_reads_back(tmp_path):
+    config, _ = parse(*BASE, "--optimizer.betas", "0.1", "0.2", "--resume", "some/where")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    again, _ = parse("--config", str(tmp_path / "config.yaml"))
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--modle.name", "x"], ["--modle.name", "'model.name'"]),
+        (["--lr", "1"], ["--lr", "'optimizer.lr'"]),
+        (["--model.nam=x"], ["--model.nam", "'model.name'"]),
+        (["--optimizer.lr", "-1"], ["--optimizer.lr", "greater than 0", "'-1'"]),
+        (["--precision", "fp8"], ["--precision", "'bf16'", "'fp8'"]),
+        (["--seed", "x"], ["--seed", "integer", "'x'"]),
+        (["--name", "a/b"], ["--name", "'a/b'"]),
+        (["--samples", "9"], ["steps=3", "samples=9"]),
+        (["--model.config", "{"], ["--model.config", "JSON"]),
+        (["--data.weights", "1", "2"], ["data.weights", "2 entries for 1"]),
+        (["--schedule.warmup_steps", "1", "--schedule.warmup_samples", "1"], ["warmup_steps", "warmup_samples"]),
+        (["stray"], ["'stray'"]),
+        (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
+    ],
+)
+def test_named_errors_of_flags(argv, words):
+    message = refused(*BASE, *argv)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data: {trian: x}\nsteps: 1", ["data.trian", "'data.train'"]),
+        ("optimiser: {lr: 1}\ndata: {train: x}\nsteps: 1", ["optimiser", "'optimizer'"]),
+        ("data: {train: x}\nsteps: 1\noptimizer: 3", ["optimizer", "3"]),
+        ("steps: 1", ["data", "required"]),
+        ("data: {train: x}", ["steps", "samples", "neither"]),
+        ("- a\n- b", ["mapping", "list"]),
+        ("a: [", ["not valid YAML"]),
+    ],
+)
+def test_named_errors_of_files(tmp_path, text, words):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    message = refused("--config", str(path))
+    assert "bad.yaml" in message or "neither" in message
+    assert all(word in message for word in words), message
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in options.leaf_fields():
+        assert f"--{name} " in text
+        assert field.description, f"{name} has no docstring"
+
+
+def test_total_steps_rounds_up():
+    config = RunConfig(data={"train": "x"}, samples=1001)
+    assert total_steps(config, 100) == 11
+    assert total_steps(RunConfig(data={"train": "x"}, steps=7), 100) == 7
+
+
+# --- ds_config ---------------------------------------------------------------------------------------------------
+
+
+def solved(ds=None, world_size=2, on_gpu=False, **fields):
+    config = RunConfig(data={"train": "x"}, steps=1, **fields)
+    return resolve(config, ds or {}, world_size=world_size, on_gpu=on_gpu, source="ds.json")
+
+
+def batch_of(engine_config):
+    plan = engine_config.batch
+    return plan.global_batch, plan.micro_batch, plan.accumulation
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
+def test_shipped_ds_configs_resolve(path):
+    engine_config = solved(read_ds_config(path), global_batch=64)
+    fill_buckets(engine_config, 1_000_000, 400_000, on_gpu=False)
+    assert batch_of(engine_config) == (64, 32, 1)
+    assert "auto" not in json.dumps(engine_config.deepspeed)
+    assert engine_config.zero_stage == int(path.stem[4])
+
+
+@pytest.mark.parametrize(
+    ("ds", "fields", "expected"),
+    [
+        ({"train_batch_size": "auto"}, {"global_batch": 24}, (24, 12, 1)),
+        ({}, {"global_batch": 24, "micro_batch": 3}, (24, 3, 4)),
+        ({"gradient_accumulation_steps": 3}, {"global_batch": 24}, (24, 4, 3)),
+        ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 3}, {}, (30, 5, 3)),
+        ({"train_micro_batch_size_per_gpu": 5}, {}, (10, 5, 1)),
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": "auto"}, {"micro_batch": 6}, (24, 6, 2)),
+    ],
+)
+def test_batch_keys(ds, fields, expected):
+    engine_config = solved(ds, **fields)
+    assert batch_of(engine_config) == expected
+    # DeepSpeed sees the rank's whole batch as one micro-batch: the cached step is ours
+    assert engine_config.deepspeed["gradient_accumulation_steps"] == 1
+    assert engine_config.deepspeed["train_micro_batch_size_per_gpu"] * 2 == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("ds", "fields", "words"),
+    [
+        ({}, {}, ["global_batch", "train_batch_size"]),
+        ({}, {"global_batch": 25}, ["25", "2 ranks", "24 and 26"]),
+        ({}, {"global_batch": 24, "micro_batch": 5}, ["24", "micro_batch 5", "20 and 30"]),
+        ({"train_batch_size": 32}, {"global_batch": 24}, ["24", "32", "ds.json"]),
+        ({"train_batch_size": 0}, {}, ["train_batch_size", "0"]),
+        (
+            {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+            {},
+            ["8", "12"],
+        ),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, {"global_batch": 2}, ["both"]),
+        ({"bf16": {"enabled": True}}, {"global_batch": 2, "precision": "fp32"}, ["fp32", "enables bf16"]),
+        ({"bf16": {"enabled": "yes"}}, {"global_batch": 2}, ["bf16.enabled", "'yes'"]),
+        ({"gradient_clipping": 3}, {"global_batch": 2, "optimizer": {"clip_norm": 1}}, ["gradient_clipping", "3"]),
+    ],
+)
+def test_named_errors_of_the_resolution(ds, fields, words):
+    with pytest.raises(ConfigError) as caught:
+        solved(ds, **fields)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"train_batchsize": 3}, ["train_batchsize", "'train_batch_size'"]),
+        ({"zero_optimization": {"stage": 4}}, ["stage", "4"]),
+        ({"zero_optimization": {"reduce_bucket": 4}}, ["zero_optimization.reduce_bucket", "'reduce_bucket_size'"]),
+        ({"scheduler": {"type": "x"}}, ["scheduler", "--schedule"]),
+        ({"optimizer": {"type": "Adam"}}, ["optimizer", "decay groups"]),
+        ({"fp16": {"enabled": True}}, ["fp16", "bf16"]),
+        ([1], ["JSON object", "list"]),
+    ],
+)
+def test_named_errors_of_ds_config_files(tmp_path, content, words):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        read_ds_config(path)
+    assert all(word in str(caught.value) for word in ["bad.json", *words]), caught.value
+
+
+def test_a_disabled_section_is_no_mistake(tmp_path):
+    path = tmp_path / "ok.json"
+    path.write_text(json.dumps({"fp16": {"enabled": False}, "train_batch_size": 4}))
+    assert "fp16" not in solved(read_ds_config(path)).deepspeed
+
+
+@pytest.mark.parametrize(
+    ("ds", "precision", "on_gpu", "expected"),
+    [
+        ({}, "auto", False, "fp32"),
+        ({}, "auto", True, "bf16"),
+        ({"bf16": {"enabled": False}}, "auto", True, "fp32"),
+        ({"bf16": {"enabled": True}}, "auto", False, "bf16"),
+        ({"bf16": {"enabled": "auto"}}, "amp", True, "amp"),
+        ({"torch_autocast": {"enabled": True}}, "auto", False, "amp"),
+    ],
+)
+def test_precision(ds, precision, on_gpu, expected):
+    engine_config = solved(ds, on_gpu=on_gpu, global_batch=2, precision=precision)
+    assert engine_config.precision == expected
+    assert engine_config.deepspeed["bf16"]["enabled"] is (expected == "bf16")
+    assert engine_config.deepspeed.get("torch_autocast", {}).get("enabled", False) is (expected == "amp")
+
+
+def test_buckets_fit_the_model():
+    engine_config = solved({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, global_batch=2)
+    fill_buckets(engine_config, 1234, 1000, on_gpu=False)
+    assert engine_config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 1234
+    assert engine_config.filled["zero_optimization.reduce_bucket_size"] == 1234
