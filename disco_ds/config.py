@@ -33,8 +33,8 @@ class ModelConfig(_Section):
     """Initial weights: a checkpoint file or an open_clip pretrained tag. None: random, from seed."""
     freeze: Literal["none", "image", "text"] = "none"
     """Tower that is not trained; "image" is LiT (arXiv 2111.07991)."""
-    checkpointing: Literal["none", "full"] = "none"
-    """Activation checkpointing: "full" recomputes every block in backward (memory down, about a third more compute)."""
+    checkpointing: str = Field("none", pattern=r"^(none|full|every:[1-9]\d*|ops|offload)$")
+    """Activations: none, full, every:K (recompute all or every K-th block), ops (keep products), offload (to host)."""
     patch_dropout: float | None = Field(None, ge=0, lt=1)
     """Fraction of image patches dropped in training (FLIP, arXiv 2212.00794). None: as the model's config says."""
 

@@ -37,6 +37,7 @@ from disco_ds.loss_autograd import Call, LossAndGradients, apply_loss
 from disco_ds.loss_collectives import Ranks
 from disco_ds.loss_memory import default_tile, keeps_logits, loss_bytes
 from disco_ds.loss_passes import first_pass, second_pass
+from disco_ds.loss_products import GradientProducts
 from disco_ds.loss_tiles import LogitTiles, exact_matmuls, row_dots
 
 __all__ = ["ContrastiveLoss", "build_loss", "contrastive_loss", "gather_ahead", "loss_bytes"]
@@ -154,28 +155,26 @@ def _loss_and_gradients(own: Tensor, other: Tensor, call: Call) -> LossAndGradie
         sums = first_pass(tiles, keep=bool(keep) and agreement.any_gradient)
         # 2. Each rank completes its own columns and tells all. A row that is not finite makes its rank's columns so,
         #    and they the loss of every rank.
-        own_column = ranks.transpose(sums.columns, counts).logsumexp(0)
-        row = torch.logaddexp(sums.rows, positive)
+        own_row, own_column = sums.rows + tiles.level, ranks.transpose(sums.columns + tiles.level, counts).logsumexp(0)
+        row = torch.logaddexp(own_row, positive)
         column = ranks.gather(torch.logaddexp(own_column, positive) + (row - row).sum(), counts).wait()
         # 3. The loss: softplus(z) for each row and column.
-        z_row, z_column = sums.rows - positive, own_column - positive
+        z_row, z_column = own_row - positive, own_column - positive
         loss = (F.softplus(z_row) + F.softplus(z_column)).sum() * (ranks.size / (2 * B)) + (column - column).sum()
-        made = LossAndGradients(loss.to(tiles.dtype))
+        made = LossAndGradients(loss.to(tiles.dtype), bias=loss.new_zeros(()))
         if not agreement.any_gradient:
             return made
-        # 4. Gradients: of the negatives tile by tile, of the positives row by row.
+        # 4. The gradient of the logits, of negatives tile by tile, of positives row by row, multiplied as it comes.
         weight = call.weight / (2 * B)
-        at_positive = -(z_row.sigmoid() + z_column.sigmoid()).to(tiles.dtype).unsqueeze(1)
         need_H = call.own_gradient or agreement.scale_gradient
-        H, W = second_pass(tiles, sums, row, column, s * weight, need_H, call.other_gradient)
+        products = GradientProducts(tiles, need_H, call.other_gradient, alpha=s * weight)
+        second_pass(tiles, sums, row - tiles.level, column - tiles.level, products)
+        products.add_positives(other, -(z_row.sigmoid() + z_column.sigmoid()))
+    if need_H:
+        made.scale = products.finish_H(balanced=True) * weight
+        made.own = products.H.mul_(s * weight) if call.own_gradient else None
+    W = products.W
     if W is not None:
-        mine = W[call.offset : call.offset + own.shape[0]]
-        mine.addcmul_(at_positive, tiles.own.to(W.dtype), value=s * weight)
-        del tiles, sums, gathered, mine  # the reduce-scatter needs the room
+        del tiles, sums, gathered, products  # the reduce-scatter needs the room
         made.other = ranks.reduce_scatter(W, counts)
-    if H is not None:
-        H.addcmul_(at_positive, other.to(H.dtype))
-        made.scale = row_dots(own, H).sum() * weight
-        made.own = H.mul_(s * weight) if call.own_gradient else None
-    made.bias = torch.zeros_like(made.loss)
     return made

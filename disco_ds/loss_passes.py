@@ -7,6 +7,10 @@ Within a tile one shift m, its largest logit, serves rows and columns alike:
 
 That is exact unless a whole row or column of the tile lies so far below its shift that the sum nears underflow. Such a
 tile is *wide*: its rows and columns get shifts of their own, in both passes.
+
+Near convergence a few negatives carry the gradient, each of them off by some 1e-5: that is what a float32 product leaves
+of a logit of 80. The hardest negative of each row is therefore computed once more in float64, and the difference
+corrected in the sums and in the products.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disco_ds.loss_tiles import NEGATIVE_INFINITY, LogitTiles
+from disco_ds.loss_products import GradientProducts
+from disco_ds.loss_tiles import NEGATIVE_INFINITY, LogitTiles, row_dots
 
 # A row or column whose sum is smaller than this, in units of the tile's largest exponential, makes the tile wide. It is
 # far above 1e-38, where float32 begins to lose digits, so the terms that matter to the sum still have all of theirs.
@@ -25,56 +30,48 @@ SMALLEST_SUM = 1e-25
 
 @dataclass
 class LogSums:
-    """What the first pass leaves behind."""
+    """What the first pass leaves behind. Logits are less the level of the tiles."""
 
     rows: Tensor  # (b,) float64, log-sum-exp over the negatives
     columns: Tensor  # (B,) float64, likewise, but over the rows of this rank only
     shifts: list[Tensor]  # the largest logit of each tile
     wide: set[int]  # indices of wide tiles
     kept: Tensor | None  # (b * B,), every tile as the pass left it: E, or S where wide; None if not kept
-    hardest: Hardest | None
+    hardest: Hardest | None  # None where products are in 16 bits
 
 
-@dataclass
 class Hardest:
-    """The hardest negative of each row, whose logit is computed once more in float64.
+    """The hardest negative of each row: where it is, and by how much its float32 logit is wrong."""
 
-    Near convergence a few pairs carry the gradient, and a float32 product of D terms is off by about 1e-5 at a logit of
-    80: so much of their exponential would be wrong. For the one largest in each row it is put right.
-    """
+    def __init__(self, tiles: LogitTiles) -> None:
+        new = tiles.other.new_full
+        self.logit = new((tiles.rows,), NEGATIVE_INFINITY, dtype=tiles.dtype)
+        self.column = new((tiles.rows,), 0, dtype=torch.long)
+        self.excess = new((tiles.rows,), 0.0, dtype=torch.float64)  # exp(exact - logit) - 1
 
-    logit: Tensor  # (b,) as the tiles have it, float64; -inf for a row without negatives
-    column: Tensor  # (b,) where it stands
-    excess: Tensor  # (b,) exp(exact - logit) - 1, float64
+    def see(self, rows: slice, logit: Tensor, column: Tensor) -> None:
+        """Take note of the largest logits of some rows."""
+        harder = logit > self.logit[rows]
+        self.logit[rows] = torch.where(harder, logit, self.logit[rows])
+        self.column[rows] = torch.where(harder, column, self.column[rows])
 
-    @staticmethod
-    def measure(tiles: LogitTiles, logit: Tensor, column: Tensor) -> Hardest:
-        exact = tiles.exact_logits(column)
-        excess = torch.where(logit.isfinite(), torch.expm1(exact - logit), 0.0)
-        return Hardest(logit, column, excess)
+    def measure(self, tiles: LogitTiles) -> None:
+        """Compute all anew, in float64."""
+        for piece in tiles.pieces():
+            exact = row_dots(tiles.own[piece], tiles.other[self.column[piece]]).mul_(tiles.scale).sub_(tiles.level)
+            found = self.logit[piece].isfinite()  # a row without negatives has none, nor one that is not a number
+            self.excess[piece] = torch.where(found, torch.expm1(exact - self.logit[piece]), 0.0)
 
-    def correct_sums(self, rows: Tensor, columns: Tensor) -> None:
-        """Correct log-sum-exps of rows (b,) and columns (B,)."""
-        by_column = torch.zeros_like(columns)
-        by_column.index_add_(0, self.column, self._share(columns[self.column]))
-        rows += self._share(rows).log1p_()
-        columns += by_column.log1p_()
+    def missing(self, log_sum: Tensor) -> Tensor:
+        """exp(exact - log_sum) - exp(logit - log_sum), (b,) float64."""
+        share = (self.logit - log_sum).exp_().mul_(self.excess)
+        return torch.where(self.logit.isfinite(), share, 0.0)
 
-    def correct_products(
-        self, tiles: LogitTiles, row: Tensor, column: Tensor, H: Tensor | None, W: Tensor | None, alpha: float
-    ) -> None:
-        """Add to H and W what is missing of G at the hardest negatives."""
-        G = (self._share(row) + self._share(column[self.column])).to(tiles.dtype).unsqueeze(1)
-        for rows in tiles.row_pieces():
-            at = self.column[rows]
-            if H is not None:
-                H[rows].addcmul_(G[rows], tiles.other[at].to(tiles.dtype))
-            if W is not None:
-                W.index_add_(0, at, G[rows] * tiles.own[rows], alpha=alpha)
-
-    def _share(self, log_sum: Tensor) -> Tensor:
-        """What is missing of the hardest negatives in units of sums that hold them; nothing where there are none."""
-        return torch.where(self.logit.isfinite(), (self.logit - log_sum).exp_() * self.excess, 0.0)
+    def correct(self, rows: Tensor, columns: Tensor) -> None:
+        """Correct the log-sum-exps of rows (b,) and columns (B,) in place."""
+        in_column = torch.zeros_like(columns).index_add_(0, self.column, self.missing(columns[self.column]))
+        rows += self.missing(rows).log1p_()
+        columns += in_column.log1p_()
 
 
 def first_pass(tiles: LogitTiles, keep: bool) -> LogSums:
@@ -82,20 +79,20 @@ def first_pass(tiles: LogitTiles, keep: bool) -> LogSums:
 
     Which tiles are wide is asked once, after the last, because on CUDA the question makes the host wait.
     """
-    room = tiles.new_buffer(whole=keep)
+    room = tiles.new_room(whole=keep)
     rows = tiles.other.new_full((tiles.column_steps, tiles.rows), NEGATIVE_INFINITY, dtype=torch.float64)
     columns = tiles.other.new_full((tiles.row_steps, tiles.width), NEGATIVE_INFINITY, dtype=torch.float64)
-    hardest = None if tiles.native else (rows.new_full((tiles.rows,), NEGATIVE_INFINITY), torch.zeros(tiles.rows, dtype=torch.long, device=rows.device))
+    hardest = None if tiles.native else Hardest(tiles)
     shifts: list[Tensor] = []
     smallest: list[Tensor] = []
     for tile in tiles:
         S = tiles.logits(tile, room)
-        peaks, at = S.max(1)
-        if hardest is not None:
-            harder = peaks > hardest[0][tile.rows]
-            hardest[0][tile.rows] = torch.where(harder, peaks, hardest[0][tile.rows])
-            hardest[1][tile.rows] = torch.where(harder, at + tile.columns.start, hardest[1][tile.rows])
-        shift = peaks.amax()
+        if hardest is None:
+            shift = S.amax()
+        else:
+            peaks, at = S.max(1)
+            hardest.see(tile.rows, peaks, at.add_(tile.columns.start))
+            shift = peaks.amax()
         E = S.sub_(shift).exp_()
         row_sums, column_sums = E.sum(1), E.sum(0)
         rows[tile.column_step, tile.rows] = row_sums.double().log_().add_(shift)
@@ -108,34 +105,22 @@ def first_pass(tiles: LogitTiles, keep: bool) -> LogSums:
             S = tiles.logits(tile, room)
             rows[tile.column_step, tile.rows] = _log_sum_exp(S, 1)
             columns[tile.row_step, tile.columns] = _log_sum_exp(S, 0)
-    row, column = rows.logsumexp(0), columns.logsumexp(0)
-    h = None
+    sums = LogSums(rows.logsumexp(0), columns.logsumexp(0), shifts, wide, room if keep else None, hardest)
     if hardest is not None:
-        h = Hardest.measure(tiles, *hardest)
-        h.correct_sums(row, column)
-    return LogSums(row.add_(tiles.level), column.add_(tiles.level), shifts, wide, room if keep else None, h)
-    return LogSums(
-        rows.logsumexp(0).add_(tiles.level),
-        columns.logsumexp(0).add_(tiles.level),
-        shifts,
-        wide,
-        room if keep else None,
-    )
+        hardest.measure(tiles)
+        hardest.correct(sums.rows, sums.columns)
+    return sums
 
 
-def second_pass(
-    tiles: LogitTiles, sums: LogSums, row: Tensor, column: Tensor, alpha: float, need_H: bool, need_W: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """H = G @ other (b, D) and W = alpha * G.T @ own (B, D) with the off-diagonal gradient G of the logits.
+def second_pass(tiles: LogitTiles, sums: LogSums, row: Tensor, column: Tensor, products: GradientProducts) -> None:
+    """Add the off-diagonal gradient of the logits, exp(S - row) + exp(S - column), to the products.
 
-    ``row`` (b,) and ``column`` (B,) are the full log-sum-exps, float64, the positives and all ranks included.
+    ``row`` (b,) and ``column`` (B,) are the full log-sum-exps, float64: positives and all ranks included, level not.
+    Kept tiles are overwritten.
     """
-    row, column = row - tiles.level, column - tiles.level  # tiles hold S - level
-    H = tiles.new_rows() if need_H else None
-    W = tiles.new_columns() if need_W else None
     kept = sums.kept is not None
-    room = sums.kept if sums.kept is not None else tiles.new_buffer()
-    scratch = tiles.new_buffer()
+    room = sums.kept if sums.kept is not None else tiles.new_room()
+    scratch = tiles.new_room()
     for tile in tiles:
         S = tiles.view(room, tile) if kept else tiles.logits(tile, room)
         factors = tiles.view(scratch, tile)
@@ -147,10 +132,10 @@ def second_pass(
             E = S if kept else S.sub_(shift).exp_()
             torch.add((shift - row_i).exp_().to(E.dtype), (shift - column_j).exp_().to(E.dtype), out=factors)
             G = E.mul_(factors)
-        tiles.add_products(tile, G, H, W, alpha)
+        products.add(tile, G)
     if sums.hardest is not None:
-        sums.hardest.correct_products(tiles, row, column, H, W, alpha)
-    return H, W
+        at = sums.hardest.column
+        products.add_one_per_row(at, sums.hardest.missing(row) + sums.hardest.missing(column[at]))
 
 
 def _wide(smallest: list[Tensor]) -> set[int]:

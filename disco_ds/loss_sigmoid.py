@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from disco_ds.loss_autograd import Call, LossAndGradients, apply_loss
 from disco_ds.loss_collectives import Ranks
 from disco_ds.loss_memory import default_tile
+from disco_ds.loss_products import GradientProducts
 from disco_ds.loss_tiles import LogitTiles, exact_matmuls, row_dots
 
 
@@ -76,9 +77,9 @@ def _loss_and_gradients(own: Tensor, other: Tensor, call: Call) -> LossAndGradie
     columns = agreement.tile or default_tile(max(counts), B, own.device.type)
     tiles = LogitTiles(own, gathered.wait(), s, call.offset, columns, level=-bias)
     weight = call.weight / B
-    H = tiles.new_rows() if call.own_gradient or agreement.scale_gradient else None
-    W = tiles.new_columns() if call.other_gradient else None
-    loss, bias_gradient = _one_pass(tiles, H, W, s * weight)
+    need_H = call.own_gradient or agreement.scale_gradient
+    products = GradientProducts(tiles, need_H, call.other_gradient, alpha=s * weight)
+    loss, bias_gradient = _one_pass(tiles, products)
 
     loss += F.softplus(-positive).sum()
     # One number a rank, so that a rank whose input is not finite is heard of everywhere.
@@ -86,31 +87,29 @@ def _loss_and_gradients(own: Tensor, other: Tensor, call: Call) -> LossAndGradie
     made = LossAndGradients((loss * (ranks.size / B) + (everyone - everyone).sum()).to(tiles.dtype))
     at_positive = -positive.neg().sigmoid_()  # gradient of the positive logits
     made.bias = (bias_gradient + at_positive.sum()) * weight
-    at_positive = at_positive.to(tiles.dtype).unsqueeze(1)
+    products.add_positives(other, at_positive)
+    if products.H is not None:
+        made.scale = products.finish_H(balanced=False) * weight
+        made.own = products.H.mul_(s * weight) if call.own_gradient else None
+    W = products.W
     if W is not None:
-        mine = W[call.offset : call.offset + own.shape[0]]
-        mine.addcmul_(at_positive, tiles.own.to(W.dtype), value=s * weight)
-        del tiles, gathered, mine  # the reduce-scatter needs the room
+        del tiles, gathered, products  # the reduce-scatter needs the room
         made.other = ranks.reduce_scatter(W, counts)
-    if H is not None:
-        H.addcmul_(at_positive, other.to(H.dtype))
-        made.scale = row_dots(own, H).sum() * weight
-        made.own = H.mul_(s * weight) if call.own_gradient else None
     return made
 
 
-def _one_pass(tiles: LogitTiles, H: Tensor | None, W: Tensor | None, alpha: float) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of all negatives and of their gradients, float64; adds to H and W what is theirs."""
-    room, scratch = tiles.new_buffer(), tiles.new_buffer()
+def _one_pass(tiles: LogitTiles, products: GradientProducts) -> tuple[Tensor, Tensor]:
+    """Sum of the losses of all negatives and of their gradients, float64; the products get the gradients."""
+    room, scratch = tiles.new_room(), tiles.new_room()
     loss = tiles.other.new_zeros((), dtype=torch.float64)
     gradient = torch.zeros_like(loss)
     zero = loss.new_zeros((), dtype=tiles.dtype)
     with exact_matmuls():
         for tile in tiles:
             S = tiles.logits(tile, room)
-            losses = tiles.view(scratch, tile)
-            loss += torch.logaddexp(S, zero, out=losses).sum(1).sum(dtype=torch.float64)  # softplus
+            softplus = torch.logaddexp(S, zero, out=tiles.view(scratch, tile))
+            loss += softplus.sum(1).sum(dtype=torch.float64)
             G = S.sigmoid_()
             gradient += G.sum(1).sum(dtype=torch.float64)
-            tiles.add_products(tile, G, H, W, alpha)
+            products.add(tile, G)
     return loss, gradient

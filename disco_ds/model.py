@@ -19,6 +19,7 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from torch import Tensor, nn
 
+from disco_ds.activations import apply_policy
 from disco_ds.config import MAX_LOGIT_SCALE, ModelConfig
 from disco_ds.errors import ConfigError, nearest
 
@@ -197,25 +198,19 @@ def build_model(config: ModelConfig, seed: int) -> TwoTowers:
             f"model.name: open_clip could not build {config.name!r}{what}: {type(error).__name__}: {error}"
         ) from error
     model = TwoTowers(clip, config.freeze)
-    if config.checkpointing == "full":
-        set_checkpointing(model)
+    apply_policy(trained_towers(model), config.checkpointing)
     return model
 
 
-def set_checkpointing(model: TwoTowers) -> None:
-    """Recompute every block of the trained towers in backward (open_clip's own block checkpointing).
+def trained_towers(model: TwoTowers) -> dict[str, list[nn.Module]]:
+    """The modules of each tower that keeps activations: a locked tower runs without a graph.
 
-    A locked tower runs without a graph and keeps no activations, so there is nothing to recompute in it; asking for it
-    all the same is an error under ZeRO-3 (huggingface/transformers#47254).
+    Recomputing a locked tower would also be an error under ZeRO-3 (huggingface/transformers#47254).
     """
-    if model.freeze != "image":
-        model.clip.visual.set_grad_checkpointing(True)
-    if model.freeze != "text":
-        text = getattr(model.clip, "text", None)
-        if text is not None:
-            text.set_grad_checkpointing(True)
-        else:
-            model.clip.transformer.grad_checkpointing = True
+    children = dict(model.clip.named_children())
+    image = [children.pop("visual")]
+    towers = {"image": image, "text": list(children.values())}
+    return {name: modules for name, modules in towers.items() if name != model.freeze}
 
 
 def build_tokenizer(config: ModelConfig) -> Callable[[list[str]], Tensor]:

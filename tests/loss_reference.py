@@ -54,11 +54,19 @@ def make_features(pairs: int, width: int, kind: str, seed: int, dtype: torch.dty
 
 
 def clip_reference(u: Tensor, v: Tensor, scale: float) -> dict[str, Tensor]:
-    """Loss and gradients of CLIP's loss over all pairs, float64."""
+    """Loss and gradients of CLIP's loss over all pairs, float64.
+
+    As softplus of the negatives over the positive, not as cross-entropy: below a loss of 1e-9 the latter has lost its
+    digits even in float64.
+    """
     u, v, s = _leaves(u, v, scale)
     logits = s * u @ v.T
-    labels = torch.arange(len(u))
-    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    positive = logits.diagonal()
+    negatives = logits.masked_fill(torch.eye(len(u), dtype=torch.bool), float("-inf"))
+    if len(u) == 1:
+        loss = 0.0 * logits.sum()
+    else:
+        loss = sum(F.softplus(negatives.logsumexp(dim) - positive).mean() for dim in (0, 1)) / 2
     loss.backward()
     return {"loss": loss.detach(), "image": u.grad, "text": v.grad, "scale": s.grad}
 
@@ -81,3 +89,45 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 
 def _leaves(*values: Any) -> list[Tensor]:
     return [torch.as_tensor(x).detach().double().clone().requires_grad_() for x in values]
+
+
+def streamed_reference(
+    u: Tensor, v: Tensor, scale: float, rows: Tensor | None = None, chunk: int = 1024
+) -> dict[str, Tensor]:
+    """``clip_reference`` without ever holding the logits: for unit features and scales up to 300.
+
+    One exponential of one shift, ``exp(S - scale)``, serves everything, since in float64 nothing underflows. The
+    gradients of features are those of the pairs ``rows`` (None: all).
+    """
+    u, v = u.double(), v.double()
+    pairs = len(u)
+    row, row_cosine, column, column_cosine = (torch.zeros(pairs, dtype=torch.float64) for _ in range(4))
+    for i in range(0, pairs, chunk):
+        cosines = u[i : i + chunk] @ v.T
+        weights = cosines.sub(1.0).mul_(scale).exp_()
+        weights[:, i : i + chunk].diagonal().zero_()
+        row[i : i + chunk], column = weights.sum(1), column + weights.sum(0)
+        weights.mul_(cosines)
+        row_cosine[i : i + chunk], column_cosine = weights.sum(1), column_cosine + weights.sum(0)
+    positive = (u * v).sum(1)
+    at_positive = (scale * (positive - 1)).exp()
+    loss = sum(F.softplus(sums.log() - scale * (positive - 1)).sum() for sums in (row, column)) / (2 * pairs)
+    of_scale = sum(
+        ((cosines - sums * positive) / (sums + at_positive)).sum()
+        for sums, cosines in ((row, row_cosine), (column, column_cosine))
+    ) / (2 * pairs)
+    row, column = row + at_positive, column + at_positive
+    rows = torch.arange(pairs) if rows is None else rows
+    gradients = []
+    for own, other, own_sum, other_sum in ((u, v, row, column), (v, u, column, row)):
+        parts = []
+        for piece in rows.split(chunk):
+            weights = (own[piece] @ other.T).sub_(1.0).mul_(scale).exp_()
+            weights = weights.mul_(1 / own_sum[piece, None] + 1 / other_sum)
+            weights[torch.arange(len(piece)), piece] = 0.0
+            negatives = weights @ other
+            # 1 - p of the positive, from the sum of the negatives: it may be far below 1e-16
+            share = (own_sum - at_positive)[piece] / own_sum[piece] + (other_sum - at_positive)[piece] / other_sum[piece]
+            parts.append((negatives - share[:, None] * other[piece]) * (scale / (2 * pairs)))
+        gradients.append(torch.cat(parts))
+    return {"loss": loss, "image": gradients[0], "text": gradients[1], "scale": of_scale}

@@ -117,10 +117,13 @@ class TestRetrieval:
     @pytest.mark.parametrize(
         ("images", "owner", "message"),
         [
-            (3, None, "image_of_text"), (4, [0, 1, 2, 2], "1 of 4 images have no text"), (2, [0, 1, 2, 1], "from 0 to 2"),
-            (4, [0, 1, 2], "expected \\(4,\\)"), (0, None, "no images"),
+            (3, None, "image_of_text"),
+            (4, [0, 1, 2, 2], "1 of 4 images have no text"),
+            (2, [0, 1, 2, 1], "from 0 to 2"),
+            (4, [0, 1, 2], r"expected \(4,\)"),
+            (0, None, "no images"),
         ],
-    )  # fmt: skip
+    )
     def test_what_does_not_fit_is_named(self, images, owner, message):
         with pytest.raises(ValueError, match=message):
             retrieval_metrics(torch.randn(images, 4), torch.randn(4, 4), image_of_text=owner)
@@ -161,8 +164,8 @@ class TestZeroShot:
         open_clip = pytest.importorskip("open_clip")
 
         class Model:
-            def encode_text(_, tokens, normalize=False):
-                return F.normalize(self.encode(tokens), dim=-1) if normalize else self.encode(tokens)
+            def encode_text(_, tokens, normalize):
+                return F.normalize(self.encode(tokens), dim=-1)
 
         single = [template for template in self.templates if template.count("{}") == 1]
         theirs = open_clip.build_zero_shot_classifier(Model(), tokenize, self.classes, single)
@@ -313,7 +316,7 @@ class TestEvaluate:
         assert "demo/bad_image 1, demo/no_caption 3" in result.notes[0]
 
     def test_nothing_held_out_is_an_error(self):
-        with pytest.raises(DataError, match="data.val"):
+        with pytest.raises(DataError, match=r"data\.val"):
             run([])
 
     def test_nan_is_an_error_never_a_score(self):

@@ -9,12 +9,13 @@ import open_clip
 import pytest
 import torch
 
+from disco_ds.activations import apply_policy
 from disco_ds.config import ModelConfig, ScheduleConfig
 from disco_ds.errors import ConfigError
 from disco_ds.model import build_model, build_tokenizer, build_transform, open_clip_state_dict
 from disco_ds.optimizer import decay_groups
 from disco_ds.schedule import build_schedule
-from tests.tiny import TINY, tiny_batch
+from tests.tiny import TINY, TINY_RESNET, TINY_TIMM, tiny_batch
 
 
 def tiny(**fields):
@@ -72,16 +73,29 @@ def test_a_locked_tower_is_out_of_everything(tower):
         assert torch.equal(model(images).image_features, model(images).image_features)
 
 
-def test_full_checkpointing_gives_the_same_gradient():
-    gradients, batch = [], tiny_batch(4)
-    for policy in ("none", "full"):
-        model = tiny(checkpointing=policy).train()
+@pytest.mark.parametrize("policy", ["full", "every:2", "ops", "offload"])
+@pytest.mark.parametrize("name", ["tiny", "resnet", "timm"])
+def test_checkpointing_gives_the_same_gradient_and_statistics(policy, name):
+    """Patch dropout and batch norm included: random numbers are replayed, running statistics updated once."""
+    config = {"tiny": TINY, "resnet": TINY_RESNET, "timm": TINY_TIMM}[name]
+    dropout = 0.5 if name == "tiny" else None
+    results, batch = [], tiny_batch(4)
+    for chosen in ("none", policy):
+        model = build_model(
+            ModelConfig(name=name, config=config, checkpointing=chosen, patch_dropout=dropout), 0
+        ).train()
+        torch.manual_seed(1)
         out = model(*batch)
         (out.image_features * out.text_features).sum().backward()
-        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert len(gradients[0]) == len(gradients[1])
-    for a, b in zip(*gradients, strict=True):
+        results.append([p.grad for p in model.parameters() if p.grad is not None] + list(model.buffers()))
+    assert len(results[0]) == len(results[1])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_checkpointing_needs_blocks():
+    with pytest.raises(ConfigError, match="no blocks were recognised in the image tower"):
+        apply_policy({"image": [torch.nn.Linear(2, 2)]}, "full")
 
 
 def test_the_master_value_is_what_multiplies():

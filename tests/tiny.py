@@ -11,6 +11,15 @@ TINY = {
 }
 """An open_clip model with open_clip's own vocabulary, so that real captions can be fed to it."""
 
+TINY_RESNET = {**TINY, "vision_cfg": {"layers": [1, 1, 1, 1], "width": 16, "image_size": 32, "patch_size": None}}
+"""The same text tower with open_clip's own ResNet, which has batch norms."""
+
+TINY_TIMM = {
+    **TINY,
+    "vision_cfg": {"timm_model_name": "convnext_atto", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32},
+}
+"""The same text tower with a timm trunk; its blocks own parameters directly (layer scale)."""
+
 TINY_VOCAB = {**TINY, "text_cfg": {**TINY["text_cfg"], "vocab_size": 100}}
 """The same with 100 tokens, for tests that make up their tokens."""
 

@@ -1,4 +1,8 @@
-"""A two-tower module small enough for any test, held-out batches for it, and a slow, plain reference of its evaluation."""
+"""A two-tower module small enough for any test, held-out batches for it, and a slow, plain reference of its evaluation.
+
+Weights and pixels are small integers, so that float32 gives the same features in any batch: what then differs between
+two evaluations is the evaluation's doing, not that of a matrix product.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,15 @@ class TinyTowers(nn.Module):
             self.text = nn.Sequential(nn.EmbeddingBag(VOCABULARY, WIDTH, mode="sum"), nn.Linear(WIDTH, WIDTH))
             self.drop = nn.Dropout(0.5)
             self.logit_scale = nn.Parameter(torch.ones(1))
+            for parameter in (*self.visual.parameters(), *self.text.parameters()):
+                parameter.data = torch.randint(-3, 4, parameter.shape).float()
 
     def forward(self, images: Tensor | None = None, texts: Tensor | None = None) -> Features:
         image_features = text_features = None
         if images is not None:
-            image_features = F.normalize(self.visual(images.to(self.logit_scale.dtype)), dim=-1)
+            image_features = F.normalize(self.visual(images.to(self.logit_scale.dtype)).double(), dim=-1)
         if texts is not None:
-            text_features = F.normalize(self.drop(self.text(texts)), dim=-1)
+            text_features = F.normalize(self.drop(self.text(texts)).double(), dim=-1)
         return Features(image_features, text_features, self.logit_scale.exp(), None)
 
 
@@ -78,7 +84,7 @@ def make_samples(count: int, seed: int, *, captions: int = 1, labels: tuple[str 
     return [
         Sample(
             index=3 * number + 1,
-            image=torch.randn(3, SIDE, SIDE, generator=generator),
+            image=torch.randint(-8, 9, (3, SIDE, SIDE), generator=generator).float(),
             captions=[f"thing {draw(50)} of {draw(50)}" for _ in range(1 + draw(captions))],
             label=labels[draw(len(labels))],
         )

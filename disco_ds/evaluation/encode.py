@@ -55,6 +55,8 @@ class Thumbnails:
         """Keep this rank's ``count`` first samples; ``image`` (3, H, W) is normalised by mean and std."""
         digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
         place = -int.from_bytes(digest, "big")  # heapq keeps the smallest on top: the one to drop
+        if any(kept == index for _, kept, _ in self._heap):
+            return
         if len(self._heap) < self.count:
             heapq.heappush(self._heap, (place, index, self._pixels(image)))
         elif self.count and place > self._heap[0][0]:

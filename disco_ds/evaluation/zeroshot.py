@@ -77,11 +77,11 @@ def zero_shot_weights(
         templates: P prompts with {} for the name.
 
     Returns:
-        (C, D) float32 on the device of the features.
+        (C, D) float64 on the device of the features.
     """
     prompts = [template.replace("{}", name) for name in classes for template in templates]
     encoded = [
-        F.normalize(encode_text(tokenizer(prompts[start : start + batch])).float(), dim=-1)
+        F.normalize(encode_text(tokenizer(prompts[start : start + batch])).double(), dim=-1)
         for start in range(0, len(prompts), batch)
     ]
     mean = torch.cat(encoded).unflatten(0, (len(classes), len(templates))).mean(1)

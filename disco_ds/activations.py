@@ -1,0 +1,159 @@
+"""Activation checkpointing as a policy: what backward recomputes, keeps, or fetches from the host.
+
+A tower is a row of blocks; each policy changes how a block's forward keeps what its backward needs. The wrapping is
+done on the instance's ``forward``, inside ``__call__``: DeepSpeed's ZeRO-3 hooks stay around it, and no parameter is
+renamed.
+
+| policy    | a block keeps                                             | backward recomputes                     |
+|-----------|-----------------------------------------------------------|-----------------------------------------|
+| none      | everything                                                | nothing                                 |
+| full      | its input                                                 | the block                               |
+| every:K   | its input in every K-th block, everything in the others   | every K-th block                        |
+| ops       | its input, outputs of matrix products and attention       | the rest: norms, activations, softmax   |
+| offload   | everything, in host memory                                | nothing, but copies it there and back   |
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from disco_ds.errors import ConfigError
+
+_BLOCK = re.compile(r"(Block|Bottleneck|Layer)$")
+
+
+def find_blocks(tower: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a tower in the order of the module tree, outermost only.
+
+    A block is an entry of a ModuleList or Sequential whose class is called …Block, …Bottleneck or …Layer: that is what
+    open_clip's and timm's vision transformers, ResNets and ConvNets and Hugging Face's text encoders call theirs.
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            row = isinstance(module, (nn.ModuleList, nn.Sequential))
+            if row and _BLOCK.search(type(child).__name__) and any(True for _ in child.parameters()):
+                found.append(child)
+            else:
+                visit(child)
+
+    visit(tower)
+    return found
+
+
+def apply_policy(towers: dict[str, list[nn.Module]], policy: str) -> None:
+    """Make the blocks of each tower follow a policy.
+
+    Args:
+        towers: the modules of each tower that is trained, by the tower's name. A locked tower keeps no activations.
+        policy: none, full, every:K, ops or offload, as in ``ModelConfig.checkpointing``.
+
+    Raises:
+        ConfigError: a tower has no blocks that could be recognised.
+    """
+    if policy == "none":
+        return
+    for tower, modules in towers.items():
+        blocks = [block for module in modules for block in find_blocks(module)]
+        if not blocks:
+            raise ConfigError(f"model.checkpointing {policy}: no blocks were recognised in the {tower} tower")
+        stride = int(policy.partition(":")[2] or 1)
+        for block in blocks[::stride]:
+            _wrap(block, policy)
+
+
+def _wrap(block: nn.Module, policy: str) -> None:
+    forward = block.forward
+    if policy == "offload":
+        wrapped = functools.partial(_offloaded, block, forward)
+    else:
+        contexts = functools.partial(_contexts, block, policy == "ops")
+        wrapped = functools.partial(_recomputed, forward, contexts)
+    functools.update_wrapper(wrapped, forward)
+    block.forward = wrapped  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _contexts(block: nn.Module, selective: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The contexts of a block's first forward and of its second one."""
+    if not selective:
+        return nullcontext(), frozen_statistics(block)
+    first, second = create_selective_checkpoint_contexts(_keep_products)
+    return first, _both(second, frozen_statistics(block))
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    op.default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    )
+    if (op := getattr(_aten, name, None)) is not None
+}  # fmt: skip
+
+
+def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offloaded(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Forward with what autograd saves copied to the host; weights stay where they are."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+
+    def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+        if tensor.device.type == "cpu" or tensor.untyped_storage().data_ptr() in weights:
+            return None, tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return tensor.device, host
+
+    def unpack(packed: tuple[torch.device | None, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor if device is None else tensor.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Second forwards of the same samples leave the running statistics of batch norms alone.
+
+    The batch is still normalised by its own statistics, as in the first forward; only the running averages, which
+    evaluation uses, would otherwise count each sample twice.
+    """
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None  # not counted
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked = count

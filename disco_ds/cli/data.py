@@ -1,0 +1,62 @@
+"""``disco-data``: work on data outside of a training run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from disco_ds.errors import DataError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; returns the exit status (2: the user has to change something, the message says what)."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        return arguments.run(arguments)
+    except DataError as error:
+        print(f"disco-data: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="disco-data", description="Work on training data outside of a run.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="build the embedded default (emoji and their names) and say where it lies",
+        description="Build the embedded default if it is not there yet, and print where it lies.",
+    )
+    demo.add_argument(
+        "--cache",
+        type=Path,
+        help="folder to build in (default: $DISCO_DS_CACHE, $XDG_CACHE_HOME/disco_ds, ~/.cache/disco_ds)",
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from disco_ds.data.demo import demo_shards
+
+    started = time.monotonic()
+    shards = demo_shards(arguments.cache)
+    folder = Path(shards.train[0]).parent
+    print(f"{folder}: {len(shards.train)} shards to train on, {len(shards.val)} held out ({_took(started)})")
+    print(f"train    {folder}/train-{{00000..{len(shards.train) - 1:05d}}}.tar")
+    print(f"val      {folder}/val-{{00000..{len(shards.val) - 1:05d}}}.tar")
+    print(f"classes  {', '.join(shards.classes)}")
+    print(f"licence  CC BY-SA 4.0, see {folder}/ATTRIBUTION.txt")
+    return 0
+
+
+def _took(started: float) -> str:
+    return f"{time.monotonic() - started:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
