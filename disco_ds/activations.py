@@ -19,11 +19,14 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from disco_ds.errors import ConfigError
 
@@ -88,12 +91,12 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *args:
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts(block: nn.Module, selective: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+def _contexts(block: nn.Module, keep_products: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
     """The contexts of a block's first forward and of its second one."""
-    if not selective:
+    if not keep_products:
         return nullcontext(), frozen_statistics(block)
-    first, second = create_selective_checkpoint_contexts(_keep_products)
-    return first, _both(second, frozen_statistics(block))
+    kept: list[_Kept] = []
+    return _KeepProducts(kept), _both(_ReuseProducts(kept), frozen_statistics(block))
 
 
 @contextmanager
@@ -104,7 +107,6 @@ def _both(*contexts: AbstractContextManager) -> Iterator[None]:
         yield
 
 
-_aten = torch.ops.aten
 _PRODUCTS = {
     op.default
     for name in (
@@ -112,20 +114,86 @@ _PRODUCTS = {
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     )
-    if (op := getattr(_aten, name, None)) is not None
+    if (op := getattr(torch.ops.aten, name, None)) is not None
 }  # fmt: skip
 
 
-def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+@dataclass
+class _Kept:
+    op: Any
+    output: Any
+    versions: list[int]
+
+
+class _KeepProducts(TorchDispatchMode):
+    """Keeps the outputs of matrix products and attention.
+
+    torch's own selective checkpointing does the same, but insists on the very same sequence of all other operations in
+    both forwards, and ZeRO-3 gathers weights in between, in the second forward other ones than in the first. It also
+    misses that ZeRO-3's linear layers add their bias in place through a view that shares no version counter with the
+    product; here a product is copied before anything writes to its storage.
+    """
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.by_storage: dict[int, _Kept] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op._schema.is_mutable:
+            self._copy_written(op, args, kwargs)
+        output = op(*args, **kwargs)
+        if op in _PRODUCTS:
+            kept = _Kept(op, output, _versions(output))
+            self.kept.append(kept)
+            if isinstance(output, Tensor):
+                self.by_storage[output.untyped_storage()._cdata] = kept
+        return output
+
+    def _copy_written(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for position, argument in enumerate(op._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, Tensor):
+                    kept = self.by_storage.pop(tensor.untyped_storage()._cdata, None)
+                    if kept is not None:
+                        kept.output = kept.output.clone()
+                        kept.versions = _versions(kept.output)
+
+
+class _ReuseProducts(TorchDispatchMode):
+    """Gives the kept outputs back in order; one that was overwritten in the meantime is computed again."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self.kept = iter(kept)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in _PRODUCTS:
+            kept = next(self.kept, None)
+            if kept is None or kept.op is not op:
+                raise RuntimeError(f"model.checkpointing ops: the second forward runs {op} where the first did not")
+            if _versions(kept.output) == kept.versions:
+                return kept.output
+        return op(*args, **(kwargs or {}))
+
+
+def _versions(output: Any) -> list[int]:
+    return [tensor._version for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
 
 
 def _offloaded(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Forward with what autograd saves copied to the host; weights stay where they are."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+
+    def is_weight(tensor: Tensor) -> bool:  # looked up each time: ZeRO-3 gives a parameter another storage at each use
+        storage = tensor.untyped_storage()._cdata
+        return any(parameter.untyped_storage()._cdata == storage for parameter in block.parameters())
 
     def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-        if tensor.device.type == "cpu" or tensor.untyped_storage().data_ptr() in weights:
+        if tensor.device.type == "cpu" or is_weight(tensor):
             return None, tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)

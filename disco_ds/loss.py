@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from disco_ds.loss_ahead import gather_ahead
@@ -160,8 +159,10 @@ def _loss_and_gradients(own: Tensor, other: Tensor, call: Call) -> LossAndGradie
         column = ranks.gather(torch.logaddexp(own_column, positive) + (row - row).sum(), counts).wait()
         # 3. The loss: softplus(z) for each row and column.
         z_row, z_column = own_row - positive, own_column - positive
-        loss = (F.softplus(z_row) + F.softplus(z_column)).sum() * (ranks.size / (2 * B)) + (column - column).sum()
-        made = LossAndGradients(loss.to(tiles.dtype), bias=loss.new_zeros(()))
+        zero = positive.new_zeros(())
+        softplus = torch.logaddexp(z_row, zero) + torch.logaddexp(z_column, zero)  # F.softplus is inexact past 20
+        loss = softplus.sum() * (ranks.size / (2 * B)) + (column - column).sum()
+        made = LossAndGradients(loss.to(tiles.dtype), bias=zero)
         if not agreement.any_gradient:
             return made
         # 4. The gradient of the logits, of negatives tile by tile, of positives row by row, multiplied as it comes.
@@ -170,7 +171,7 @@ def _loss_and_gradients(own: Tensor, other: Tensor, call: Call) -> LossAndGradie
         products = GradientProducts(tiles, need_H, call.other_gradient, alpha=s * weight)
         second_pass(tiles, sums, row - tiles.level, column - tiles.level, products)
         products.add_positives(other, -(z_row.sigmoid() + z_column.sigmoid()))
-    if need_H:
+    if products.H is not None:
         made.scale = products.finish_H(balanced=True) * weight
         made.own = products.H.mul_(s * weight) if call.own_gradient else None
     W = products.W

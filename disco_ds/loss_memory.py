@@ -9,8 +9,8 @@ from __future__ import annotations
 # Logits kept for the second pass instead of computed again (3 matrix products instead of 4), if they stay below this.
 KEEP_BUDGET_BYTES = 256 * 2**20
 # A tile on CPU: rows x columns of float32 that fit a core's second-level cache.
-CPU_TILE_ROWS = 512
-CPU_TILE_COLUMNS = 512
+CPU_TILE_ROWS = 1024
+CPU_TILE_COLUMNS = 1024
 # On an accelerator a tile has all rows of the rank; its columns are what fits these bytes.
 CUDA_TILE_BYTES = 64 * 2**20
 

@@ -8,8 +8,8 @@ Within a tile one shift m, its largest logit, serves rows and columns alike:
 That is exact unless a whole row or column of the tile lies so far below its shift that the sum nears underflow. Such a
 tile is *wide*: its rows and columns get shifts of their own, in both passes.
 
-Near convergence a few negatives carry the gradient, each of them off by some 1e-5: that is what a float32 product leaves
-of a logit of 80. The hardest negative of each row is therefore computed once more in float64, and the difference
+Near convergence a few negatives carry the gradient, each of them off by some 1e-5: that is what a float32 product
+leaves of a logit of 80. The hardest negative of each row is therefore computed once more in float64, and the difference
 corrected in the sums and in the products.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from disco_ds.loss_products import GradientProducts
-from disco_ds.loss_tiles import NEGATIVE_INFINITY, LogitTiles, row_dots
+from disco_ds.loss_tiles import NEGATIVE_INFINITY, LogitTiles, row_dots, row_peaks
 
 # A row or column whose sum is smaller than this, in units of the tile's largest exponential, makes the tile wide. It is
 # far above 1e-38, where float32 begins to lose digits, so the terms that matter to the sum still have all of theirs.
@@ -58,14 +58,20 @@ class Hardest:
     def measure(self, tiles: LogitTiles) -> None:
         """Compute all anew, in float64."""
         for piece in tiles.pieces():
-            exact = row_dots(tiles.own[piece], tiles.other[self.column[piece]]).mul_(tiles.scale).sub_(tiles.level)
-            found = self.logit[piece].isfinite()  # a row without negatives has none, nor one that is not a number
+            exact = (
+                row_dots(tiles.own[piece], tiles.other.index_select(0, self.column[piece]))
+                .mul_(tiles.scale)
+                .sub_(tiles.level)
+            )
+            found = (
+                self.logit[piece] > NEGATIVE_INFINITY
+            )  # a row without negatives has none, nor one that is not a number
             self.excess[piece] = torch.where(found, torch.expm1(exact - self.logit[piece]), 0.0)
 
     def missing(self, log_sum: Tensor) -> Tensor:
         """exp(exact - log_sum) - exp(logit - log_sum), (b,) float64."""
         share = (self.logit - log_sum).exp_().mul_(self.excess)
-        return torch.where(self.logit.isfinite(), share, 0.0)
+        return torch.where(self.logit > NEGATIVE_INFINITY, share, 0.0)
 
     def correct(self, rows: Tensor, columns: Tensor) -> None:
         """Correct the log-sum-exps of rows (b,) and columns (B,) in place."""
@@ -90,7 +96,7 @@ def first_pass(tiles: LogitTiles, keep: bool) -> LogSums:
         if hardest is None:
             shift = S.amax()
         else:
-            peaks, at = S.max(1)
+            peaks, at = row_peaks(S)
             hardest.see(tile.rows, peaks, at.add_(tile.columns.start))
             shift = peaks.amax()
         E = S.sub_(shift).exp_()

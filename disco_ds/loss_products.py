@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from disco_ds.loss_tiles import LogitTiles, Tile, mm_16_bit, row_dots
+from disco_ds.loss_tiles import LogitTiles, Tile, mm_16_bit
 
 # Off-diagonal G lies in [0, 2] and, near convergence, far below where float16 starts: a power of two moves it up.
 _LIFT = 2.0**14
@@ -71,7 +71,7 @@ class GradientProducts:
         G = G.to(self.tiles.dtype).unsqueeze(1)
         for piece in self.tiles.pieces():
             if self.H is not None:
-                self.H[piece].addcmul_(G[piece], self._centered(self.tiles.other[columns[piece]]))
+                self.H[piece].addcmul_(G[piece], self._centered(self.tiles.other.index_select(0, columns[piece])))
             if self.W is not None:
                 self.W.index_add_(0, columns[piece], G[piece] * self.tiles.own[piece], alpha=self.alpha)
 
@@ -91,11 +91,13 @@ class GradientProducts:
     def finish_H(self, balanced: bool) -> Tensor:
         """Complete H, and return the sum of G_ij * own_i @ other_j over the rows of this rank, float64.
 
-        ``balanced``: G sums to zero over all ranks, as the gradient of a softmax does. Then a constant may be taken from
-        the cosines without changing the sum over ranks, and their common part does not blur it.
+        ``balanced``: G sums to zero over all ranks, as the gradient of a softmax does. Then a constant may be taken
+        from the cosines without changing the sum over ranks, and their common part does not blur it.
         """
         assert self.H is not None
-        inner = row_dots(self.tiles.own, self.H).sum()
+        inner = self._row_sums.new_zeros(())
+        for piece in self.tiles.pieces():
+            inner += (self.tiles.own[piece] * self.H[piece]).sum(1).sum(dtype=torch.float64)
         center = self.tiles.center
         if center is not None:
             constant = center.double().square().sum() if balanced else 0.0

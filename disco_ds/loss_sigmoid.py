@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from disco_ds.loss_autograd import Call, LossAndGradients, apply_loss
@@ -81,7 +80,7 @@ def _loss_and_gradients(own: Tensor, other: Tensor, call: Call) -> LossAndGradie
     products = GradientProducts(tiles, need_H, call.other_gradient, alpha=s * weight)
     loss, bias_gradient = _one_pass(tiles, products)
 
-    loss += F.softplus(-positive).sum()
+    loss += torch.logaddexp(-positive, positive.new_zeros(())).sum()
     # One number a rank, so that a rank whose input is not finite is heard of everywhere.
     everyone = ranks.share(loss.unsqueeze(0))
     made = LossAndGradients((loss * (ranks.size / B) + (everyone - everyone).sum()).to(tiles.dtype))

@@ -1,4 +1,4 @@
-"""Silence what torch and DeepSpeed print on a healthy run and no user can act on; nothing else.
+"""Silence what torch, DeepSpeed and open_clip print on a healthy run and no user can act on; nothing else.
 
 Each entry below names one message by its logger or category and its text, so that every other warning of the same
 library still comes through. :func:`quiet_libraries` belongs before the first import of DeepSpeed, which already speaks
@@ -19,6 +19,10 @@ from typing import Any
 _WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # DeepSpeed calls these by the names that older torch releases have; only DeepSpeed can change that
     (FutureWarning, r"`torch\.distributed\.\w+` is deprecated\. Please use `torch\.distributed\.\w+` instead"),
+)
+_LOG_RECORDS: tuple[tuple[str, str], ...] = (
+    # open_clip, through the root logger, on every rank, for a model that is asked for without pretrained weights
+    ("root", r"No pretrained weights loaded for model .* Model initialized randomly"),
 )
 _LOG_RECORDS_ON_CPU: tuple[tuple[str, str], ...] = (
     # both say "there is no GPU", to someone who has none; the run's own first lines name the device
@@ -54,9 +58,8 @@ def quiet_libraries() -> None:
     """
     for category, message in _WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
-    if not has_gpu_device():
-        for name, pattern in _LOG_RECORDS_ON_CPU:
-            logging.getLogger(name).addFilter(_Drop(pattern))
+    for name, pattern in _LOG_RECORDS + (() if has_gpu_device() else _LOG_RECORDS_ON_CPU):
+        logging.getLogger(name).addFilter(_Drop(pattern))
     try:
         # not "import … as": the package's attribute "torch" is torch itself
         speaker = importlib.import_module("deepspeed.comm.torch")

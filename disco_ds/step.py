@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from disco_ds.activations import frozen_statistics
 from disco_ds.engine import note_plain_gradient_norm
 from disco_ds.model import Features
 from disco_ds.temperature import clamp_temperatures
@@ -76,14 +77,19 @@ class TrainStep:
 
     def __call__(self, images: Tensor, texts: Tensor) -> StepResult:
         """One step from this rank's images (b, 3, H, W) and texts (b, context); b divides by k."""
-        if self.accumulation == 1:
-            result = self._whole(images, texts)
-        else:
-            result = self._cached(images, texts)
+        result = self.backward(images, texts)
+        self.update()
+        return result
+
+    def backward(self, images: Tensor, texts: Tensor) -> StepResult:
+        """Forward, loss and backward: afterwards the engine holds the gradient of the global batch."""
+        return self._whole(images, texts) if self.accumulation == 1 else self._cached(images, texts)
+
+    def update(self) -> None:
+        """The optimizer's update from the gradient that the engine holds."""
         note_plain_gradient_norm(self.engine)
         self.engine.step()
         clamp_temperatures(self.engine)
-        return result
 
     def _whole(self, images: Tensor, texts: Tensor) -> StepResult:
         out: Features = self.engine(self._on_device(images), self._on_device(texts))
@@ -98,10 +104,11 @@ class TrainStep:
         logit_scale = outputs[-1].logit_scale.detach()
         del outputs
         after = RandomState(self.device)
-        for index, (image, text) in enumerate(micro):
-            states[index].restore()
-            self.engine.set_gradient_accumulation_boundary(index == self.accumulation - 1)
-            self._backward_micro(image, text, gradients, index)
+        with frozen_statistics(self.engine.module):
+            for index, (image, text) in enumerate(micro):
+                states[index].restore()
+                self.engine.set_gradient_accumulation_boundary(index == self.accumulation - 1)
+                self._backward_micro(image, text, gradients, index)
         after.restore()
         return StepResult(loss, logit_scale)
 

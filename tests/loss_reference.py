@@ -35,8 +35,9 @@ def make_features(pairs: int, width: int, kind: str, seed: int, dtype: torch.dty
     if kind == "random":
         u, v = unit(noise()), unit(noise())
     elif kind in ("trained", "anisotropic"):
+        spread = max(width**0.5 / 4.2 - 1.0, 0.3) ** 0.5  # so that the loss is neither nothing nor that of chance
         shared = unit(noise()) + (2.0 * unit(noise(1)) if kind == "anisotropic" else 0.0)
-        u, v = unit(shared + 0.9 * noise()), unit(shared + 0.9 * noise())
+        u, v = unit(shared + spread * noise()), unit(shared + spread * noise())
     elif kind == "converged":
         shared = unit(2.0 * unit(noise(1)) + unit(noise()))  # negatives at a cosine of 0.8, positives near 1
         u, v = unit(shared + 0.03 * noise()), unit(shared + 0.03 * noise())
@@ -66,7 +67,7 @@ def clip_reference(u: Tensor, v: Tensor, scale: float) -> dict[str, Tensor]:
     if len(u) == 1:
         loss = 0.0 * logits.sum()
     else:
-        loss = sum(F.softplus(negatives.logsumexp(dim) - positive).mean() for dim in (0, 1)) / 2
+        loss = sum(_softplus(negatives.logsumexp(dim) - positive).mean() for dim in (0, 1)) / 2
     loss.backward()
     return {"loss": loss.detach(), "image": u.grad, "text": v.grad, "scale": s.grad}
 
@@ -78,6 +79,10 @@ def sigmoid_reference(u: Tensor, v: Tensor, scale: float, bias: float) -> dict[s
     loss = -F.logsigmoid((2 * torch.eye(len(u), dtype=torch.float64) - 1) * logits).sum() / len(u)
     loss.backward()
     return {"loss": loss.detach(), "image": u.grad, "text": v.grad, "scale": s.grad, "bias": b.grad}
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros((), dtype=x.dtype))  # F.softplus drops e**-x from x = 20 on
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
@@ -111,23 +116,22 @@ def streamed_reference(
         row_cosine[i : i + chunk], column_cosine = weights.sum(1), column_cosine + weights.sum(0)
     positive = (u * v).sum(1)
     at_positive = (scale * (positive - 1)).exp()
-    loss = sum(F.softplus(sums.log() - scale * (positive - 1)).sum() for sums in (row, column)) / (2 * pairs)
+    loss = sum(_softplus(sums.log() - scale * (positive - 1)).sum() for sums in (row, column)) / (2 * pairs)
     of_scale = sum(
         ((cosines - sums * positive) / (sums + at_positive)).sum()
         for sums, cosines in ((row, row_cosine), (column, column_cosine))
     ) / (2 * pairs)
-    row, column = row + at_positive, column + at_positive
     rows = torch.arange(pairs) if rows is None else rows
     gradients = []
-    for own, other, own_sum, other_sum in ((u, v, row, column), (v, u, column, row)):
+    for own, other, negative, other_negative in ((u, v, row, column), (v, u, column, row)):
+        own_sum, other_sum = negative + at_positive, other_negative + at_positive
         parts = []
         for piece in rows.split(chunk):
             weights = (own[piece] @ other.T).sub_(1.0).mul_(scale).exp_()
             weights = weights.mul_(1 / own_sum[piece, None] + 1 / other_sum)
             weights[torch.arange(len(piece)), piece] = 0.0
-            negatives = weights @ other
             # 1 - p of the positive, from the sum of the negatives: it may be far below 1e-16
-            share = (own_sum - at_positive)[piece] / own_sum[piece] + (other_sum - at_positive)[piece] / other_sum[piece]
-            parts.append((negatives - share[:, None] * other[piece]) * (scale / (2 * pairs)))
+            share = negative[piece] / own_sum[piece] + other_negative[piece] / other_sum[piece]
+            parts.append((weights @ other - share[:, None] * other[piece]) * (scale / (2 * pairs)))
         gradients.append(torch.cat(parts))
     return {"loss": loss, "image": gradients[0], "text": gradients[1], "scale": of_scale}

@@ -41,7 +41,7 @@ def test_every_emoji_is_there_once(shards):
 
 def test_samples_are_whole(shards):
     for raw in read_shard(shards.val[0], None):
-        assert raw.extensions == ["png", "txt", "json", "cls"]
+        assert set(raw.extensions) == {"png", "txt", "json", "cls"}
         assert raw.files["cls"].decode() in shards.classes
     batches = read_heldout(
         data_config("unused", val=shards.val, caption_key="json:captions"),
@@ -65,10 +65,10 @@ def test_split_is_a_tenth_and_variants_stay_together():
         groups[emoji.group].add(emoji.captions[1])
     together = [
         {"health worker", "man health worker", "woman health worker"},
-        {"prince", "princess", "person with crown"} - {"person with crown"},
+        {"prince", "princess"},
         {"man walking", "woman walking facing right", "pedestrian"},
         {"kiss", "kiss: man, man"},
-        {"family", "family: man, woman, girl, boy"} - {"family"},
+        {"family: man, boy", "family: man, woman, girl, boy"},
     ]
     for names in together:
         assert any(names <= members for members in groups.values()), names
@@ -91,7 +91,10 @@ def test_second_call_uses_what_is_there(shards, cache):
 
 
 def test_concurrent_builds_leave_one_whole(tmp_path):
-    program = "import sys; from pathlib import Path; from disco_ds.data import demo_shards; print(demo_shards(Path(sys.argv[1])).train[0])"
+    program = (
+        "import sys; from pathlib import Path; from disco_ds.data import demo_shards; "
+        "print(demo_shards(Path(sys.argv[1])).train[0])"
+    )
     (tmp_path / ".building-demo-left").mkdir()
     (tmp_path / ".building-demo-left" / "train-00000.tar").write_bytes(b"half")
     builds = [
@@ -110,7 +113,6 @@ def test_damage_is_mended(shards, cache):
     damaged = Path(shards.train[3])
     damaged.write_bytes(damaged.read_bytes()[:-512])
     assert demo_shards(cache) == shards
-    assert damaged.stat().st_size == sum(1 for _ in [0]) * damaged.stat().st_size
     assert len(list(read_shard(str(damaged), ()))) > 40
 
 

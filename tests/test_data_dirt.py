@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections import Counter
+from collections import Counter, deque
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -14,8 +15,18 @@ from disco_ds.data import DataError, TrainStream, probe, read_heldout
 from disco_ds.data.decode import SampleFault, open_rgb
 from disco_ds.data.shards import ShardFault, read_shard
 from tests.shards import (
-    DIRT, data_config, dirty_samples, image_bytes, letters, make_shards, sample, to_tensor, truncate, write_shard, write_tar,
-)  # fmt: skip
+    DIRT,
+    data_config,
+    dirty_samples,
+    image_bytes,
+    letters,
+    make_shards,
+    sample,
+    to_tensor,
+    truncate,
+    write_shard,
+    write_tar,
+)
 
 
 def stream_of(config, batch=8, **options):
@@ -103,8 +114,7 @@ def test_too_many_bad_samples_stop_the_run(tmp_path):
     write_shard(tmp_path / "a.tar", {**bad, **{f"good{i}": sample(i) for i in range(30)}})
     stream = stream_of(data_config(str(tmp_path), lanes=2))
     with pytest.raises(DataError, match=r"of 1\d\d\d samples read are bad.*max_bad_fraction = 0\.5.*undecodable_image"):
-        for _ in range(200):
-            next(stream)
+        deque(islice(stream, 200), maxlen=0)
     stream = stream_of(data_config(str(tmp_path), lanes=2, max_bad_fraction=0.7))
     for _ in range(100):
         next(stream)

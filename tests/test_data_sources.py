@@ -65,7 +65,7 @@ def test_labels_are_short_and_unique(folder):
 def test_missing_things_are_named(folder):
     for entry, said in {
         f"{folder}/no/a.tar": f"does not exist (the last folder on the way that exists is {str(folder)!r})",
-        f"{folder}/{{20..29}}.tar": f"none of the 10 files of '{folder}/{{20..29}}.tar' exists, '{folder}/20.tar' first",
+        f"{folder}/{{20..29}}.tar": f"none of the 10 files of '{folder}/{{20..29}}.tar' exists, '{folder}/20.tar'",
         f"{folder}/z*.tar": "no file matches the glob",
     }.items():
         with pytest.raises(DataError, match=re.escape(said)) as caught:

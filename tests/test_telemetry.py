@@ -255,11 +255,13 @@ for _ in range(2):
 speaker = sys.modules["deepspeed.comm.torch"]
 speaker.print("DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully")
 logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime is found, using CUDA_HOME='/usr/local'")
+logging.warning("No pretrained weights loaded for model 'demo'. Model initialized randomly.")
 torch.distributed.destroy_process_group()
 print("--- told ---", flush=True)
 speaker.print("DeepSpeed could not build it")
 logger.warning("lower your learning rate")
 logging.getLogger("torch.utils.cpp_extension").warning("no compiler")
+logging.warning("No pretrained weights found")
 warnings.warn("`torch.load` is deprecated", FutureWarning)
 warnings.warn("`torch.distributed.x` is deprecated. Please use `torch.distributed.y` instead.", UserWarning)
 """
@@ -285,7 +287,12 @@ def test_a_healthy_cpu_run_prints_nothing_and_other_warnings_pass(tmp_path):
     assert before == ""
     assert "DeepSpeed could not build it" in after
     assert "lower your learning rate" in after
-    for told in ("no compiler", "`torch.load` is deprecated", "`torch.distributed.x` is deprecated"):
+    for told in (
+        "no compiler",
+        "No pretrained weights found",
+        "`torch.load` is deprecated",
+        "`torch.distributed.x` is deprecated",
+    ):
         assert told in err
     # the first words on stderr are the ones that the program put there itself
     assert "no compiler" in err.splitlines()[0]

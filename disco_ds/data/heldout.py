@@ -112,9 +112,10 @@ class _Reader(IterableDataset):
         shards = sorted((shard, source.label) for source in self.sources for shard in source.shards)
         # Few shards are cut so finely that every reader has about as many samples; many are dealt whole.
         step = readers if len(shards) < 4 * readers else 1
-        for part in range(reader, len(shards) * step, readers):
-            number, first = divmod(part, step)
-            shard, label = shards[number]
+        for number, (shard, label) in enumerate(shards):
+            if step == 1 and number % readers != reader:
+                continue
+            first = (reader + number) % step  # turned from shard to shard: tiny ones must not all fall to reader 0
             try:
                 for raw in read_shard(shard, self.wanted, first, step):
                     pair = self._decoded(raw, label, tally)

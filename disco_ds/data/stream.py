@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -213,7 +214,7 @@ class TrainStream:
     def __next__(self) -> Batch:
         if self._parts is None:
             self._parts = self._start()
-        parts = [next(self._parts) for _ in range(max(1, self._workers))]
+        parts = self._next_parts(self._parts)
         plan = self._plan
         batch = _joined(parts, plan.global_batch // plan.world_size)
         self._position += plan.global_batch
@@ -225,6 +226,21 @@ class TrainStream:
         bad = sum(state["bad"] for state in self._states.values())
         _check_bad(reads, bad, plan.max_bad_fraction, self._faults)
         return batch
+
+    def _next_parts(self, parts: Iterator[_Part]) -> list[_Part]:
+        if not self._workers:
+            return [next(parts)]
+        try:
+            return [next(parts) for _ in range(self._workers)]
+        except (OSError, EOFError, RuntimeError) as error:
+            # What a dead worker left unsent shows as a lost connection, or as torch's RuntimeError when it is missed.
+            lost = not isinstance(error, RuntimeError) or re.search("exited unexpectedly|killed by signal", str(error))
+            if not lost or "in DataLoader worker process" in str(error):
+                raise
+            raise DataError(
+                f"a loader worker died ({type(error).__name__}: {error}). If it was out of memory, lower data.workers "
+                "or data.shuffle"
+            ) from error
 
     def _start(self) -> Iterator[_Part]:
         if not self._workers:

@@ -8,6 +8,7 @@ server starts once a rank (about 3 s of one core, beside the building of the mod
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from multiprocessing import forkserver
 from typing import Any
 
@@ -30,6 +31,16 @@ def warm_up() -> None:
         forkserver.ensure_running()
 
 
+def outlive_sigterm(worker: int) -> None:
+    """Launchers send SIGTERM to every process they find; the rank wants to end its step, and needs its batch for that.
+
+    Workers end when the rank tells them to, or within seconds of its death.
+    """
+    for name in ("SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
 def same(item: Any) -> Any:
     """The collate function that leaves everything as it is."""
     return item
@@ -40,6 +51,7 @@ def loader_options() -> dict[str, Any]:
     return {
         "batch_size": None,
         "collate_fn": same,
+        "worker_init_fn": outlive_sigterm,
         "multiprocessing_context": start_method(),
         "prefetch_factor": PREFETCH,
         "persistent_workers": True,
