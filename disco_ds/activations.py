@@ -53,12 +53,13 @@ def find_blocks(tower: nn.Module) -> list[nn.Module]:
     return found
 
 
-def apply_policy(towers: dict[str, list[nn.Module]], policy: str) -> None:
+def apply_policy(towers: dict[str, list[nn.Module]], policy: str, *, by_deepspeed: bool = False) -> None:
     """Make the blocks of each tower follow a policy.
 
     Args:
         towers: the modules of each tower that is trained, by the tower's name. A locked tower keeps no activations.
         policy: none, full, every:K, ops or offload, as in ``ModelConfig.checkpointing``.
+        by_deepspeed: full and every:K through ``deepspeed.checkpointing``, which the ds_config's section configures.
 
     Raises:
         ConfigError: a tower has no blocks that could be recognised.
@@ -71,13 +72,15 @@ def apply_policy(towers: dict[str, list[nn.Module]], policy: str) -> None:
             raise ConfigError(f"model.checkpointing {policy}: no blocks were recognised in the {tower} tower")
         stride = int(policy.partition(":")[2] or 1)
         for block in blocks[::stride]:
-            _wrap(block, policy)
+            _wrap(block, policy, by_deepspeed)
 
 
-def _wrap(block: nn.Module, policy: str) -> None:
+def _wrap(block: nn.Module, policy: str, by_deepspeed: bool) -> None:
     forward = block.forward
     if policy == "offload":
         wrapped = functools.partial(_offloaded, block, forward)
+    elif by_deepspeed:
+        wrapped = functools.partial(_recomputed_by_deepspeed, forward)
     else:
         contexts = functools.partial(_contexts, block, policy == "ops")
         wrapped = functools.partial(_recomputed, forward, contexts)
@@ -89,6 +92,15 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *args:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _recomputed_by_deepspeed(forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(x, *args, **kwargs)
+    import deepspeed
+
+    # x alone goes through: DeepSpeed's version takes no None and no keywords apart
+    return deepspeed.checkpointing.checkpoint(lambda y: forward(y, *args, **kwargs), x)
 
 
 def _contexts(block: nn.Module, keep_products: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -207,6 +219,12 @@ def _offloaded(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
         return forward(*args, **kwargs)
 
 
+def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """The layers of a model that keep running statistics."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [norm for norm in norms if norm.track_running_stats]
+
+
 @contextmanager
 def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Second forwards of the same samples leave the running statistics of batch norms alone.
@@ -214,7 +232,7 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
     The batch is still normalised by its own statistics, as in the first forward; only the running averages, which
     evaluation uses, would otherwise count each sample twice.
     """
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    norms = batch_norms(module)
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0

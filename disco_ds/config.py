@@ -84,13 +84,24 @@ class LossConfig(_Section):
     """Columns of logits computed at a time (one_block, sigmoid). None: chosen by size."""
     keep_logits: bool | Literal["auto"] = "auto"
     """Keep the rank's block of logits for the second pass (faster) or recompute it (smaller). one_block only."""
+    overlap: bool | Literal["auto"] = "auto"
+    """Gather the texts while the images are encoded (one_block, ZeRO 0 to 2). auto: on GPUs."""
+
+
+class CachedConfig(_Section):
+    """The cached form of a step, which is used when the per-GPU batch is more than one micro-batch."""
+
+    images: Literal["host", "device"] = "host"
+    """Where the images of a step wait between the two forwards of their micro-batch."""
+    reuse_last: bool = False
+    """Keep the last micro-batch's graph from the first pass: saves a forward, holds its activations during the loss."""
 
 
 class OptimizerConfig(_Section):
     """The optimizer. Weight decay leaves out gains, biases and logit_scale."""
 
-    name: Literal["adamw"] = "adamw"
-    """AdamW, with CLIP's decay groups."""
+    name: Literal["adamw", "lion", "lamb", "adafactor", "muon"] = "adamw"
+    """From torch, timm or DeepSpeed. lamb, adafactor and muon look at whole layers: ZeRO stage 0 only."""
     lr: float = Field(5e-4, gt=0)
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.2
@@ -101,6 +112,10 @@ class OptimizerConfig(_Section):
     """Adam's denominator floor."""
     clip_norm: NonNegativeFloat = 1.0
     """The global gradient norm is clipped to this. 0: no clipping."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Learning rate of a block = lr x this to the power of the blocks behind it (fine-tuning). 1: the same for all."""
+    max_skipped: PositiveInt = 10
+    """Steps in a row that may be skipped for a loss or gradient that is not finite; one more ends the run."""
 
 
 class ScheduleConfig(_Section):
@@ -181,11 +196,14 @@ class RunConfig(_Section):
     """Pairs per forward on one GPU. Fills train_micro_batch_size_per_gpu. None: global_batch / GPUs."""
     precision: Literal["auto", "bf16", "amp", "fp32"] = "auto"
     """bf16: weights in bf16, fp32 masters. amp: fp32 weights, bf16 autocast. auto: bf16 on GPUs, fp32 on CPU."""
+    timeout_minutes: float = Field(30.0, gt=0)
+    """The run ends, naming the rank, when a rank has died or finished no step for so long."""
     resume: Literal["auto", "never"] | Path = "auto"
     """auto: go on from the run's newest checkpoint, if any. never: refuse to start where there is one. Or a path."""
     model: ModelConfig = ModelConfig()
     data: DataConfig
     loss: LossConfig = LossConfig()
+    cached: CachedConfig = CachedConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

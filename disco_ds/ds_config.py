@@ -9,40 +9,15 @@ is handed the rank's whole batch as one micro-batch and never divides a loss by 
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from disco_ds.config import RunConfig
-from disco_ds.errors import ConfigError, nearest
+from disco_ds.ds_checks import REFUSED, uses_deepspeed_checkpointing
+from disco_ds.errors import ConfigError
 
 AUTO = "auto"
-
-_TAKEN = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "zero_optimization", "bf16", "torch_autocast", "activation_checkpointing", "communication_data_type",
-    "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "aio", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler",
-    "comms_logger", "checkpoint", "data_types", "compile", "disable_python_gc", "log_level",
-}  # fmt: skip
-_REFUSED = {
-    "optimizer": "the optimizer is RunConfig's (--optimizer.name, --optimizer.lr …): DeepSpeed's section would drop "
-    "CLIP's decay groups",
-    "scheduler": "the learning rate is RunConfig's (--schedule.kind, --schedule.warmup_steps …)",
-    "fp16": "fp16 is not supported: use --precision bf16 or --precision amp",
-    "amp": "NVIDIA Apex is not used: --precision amp is torch's autocast",
-    "sparse_gradients": "the token embedding's gradient is dense",
-    "sparse_attention": "attention is open_clip's",
-    "data_efficiency": "the data stream is this project's own (--data.…)",
-    "curriculum_learning": "the data stream is this project's own (--data.…)",
-    "elasticity": "give the batch as global_batch; a run resumes on another number of GPUs by itself",
-    "autotuning": "the per-GPU batch is given as micro_batch",
-    "pipeline": "two towers are not a pipeline",
-    "tensorboard": "metrics are written by --logging.tensorboard",
-    "wandb": "metrics are written by --logging.wandb",
-    "csv_monitor": "metrics are in metrics.jsonl of the run's folder",
-}
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 
 
 @dataclass
@@ -74,50 +49,6 @@ class EngineConfig:
     """Values that were put in place of "auto" or a missing key, by dotted name."""
     source: str = ""
     """File that it came from, for messages."""
-
-
-def read_ds_config(path: str | Path) -> dict[str, Any]:
-    """The content of a ds_config file.
-
-    Raises:
-        ConfigError: the file is missing, is not JSON, or has a key that DeepSpeed or this project does not take.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--ds_config {path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--ds_config {path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--ds_config {path}: expected a JSON object, found {type(content).__name__}")
-    _check_keys(content, str(path))
-    return content
-
-
-def _check_keys(content: dict[str, Any], source: str) -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    for key, value in content.items():
-        off = isinstance(value, dict) and value.get("enabled") is False
-        if key in _REFUSED and not off:
-            raise ConfigError(f"{source}: {key}: {_REFUSED[key]}; take the section out")
-        if key not in _TAKEN and key not in _REFUSED:
-            raise ConfigError(f"{source}: {key}: DeepSpeed has no such key.{nearest(key, sorted(_TAKEN))}")
-    zero = content.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ConfigError(f"{source}: zero_optimization: expected an object, found {zero!r}")
-    known = {name for n, f in DeepSpeedZeroConfig.model_fields.items() for name in (n, f.alias) if name}
-    for key in zero:
-        if key not in known:
-            raise ConfigError(
-                f"{source}: zero_optimization.{key}: DeepSpeed has no such key.{nearest(key, sorted(known))}"
-            )
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise ConfigError(f"{source}: zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
-    for section in ("bf16", "torch_autocast"):
-        if not isinstance(content.get(section, {}), dict):
-            raise ConfigError(f'{source}: {section}: expected an object such as {{"enabled": "auto"}}')
 
 
 def _number(content: dict[str, Any], key: str, source: str) -> int | None:
@@ -248,7 +179,18 @@ def resolve(config: RunConfig, content: dict[str, Any], *, world_size: int, on_g
         ds["torch_autocast"] = {"dtype": "bfloat16", **ds.get("torch_autocast", {}), "enabled": True}
     else:
         ds.pop("torch_autocast", None)
-    for key in [key for key in ds if key in _REFUSED]:
+    if (
+        uses_deepspeed_checkpointing(content)
+        and config.model.checkpointing not in ("full",)
+        and not (config.model.checkpointing.startswith("every:"))
+    ):
+        raise ConfigError(
+            f"{source}: activation_checkpointing says how to recompute, model.checkpointing is "
+            f"{config.model.checkpointing}: set --model.checkpointing full or every:K, or take the section out"
+        )
+    if config.optimizer.name != "adamw":
+        ds["zero_allow_untested_optimizer"] = True  # Lion is as element-wise as Adam; the others run at stage 0
+    for key in [key for key in ds if key in REFUSED]:
         del ds[key]  # sections that say "enabled": false
     # the optimizer handed over is torch's own where DeepSpeed's CPU Adam is not built
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -256,7 +198,7 @@ def resolve(config: RunConfig, content: dict[str, Any], *, world_size: int, on_g
 
 
 def fill_buckets(engine_config: EngineConfig, parameters: int, largest: int, *, on_gpu: bool) -> None:
-    """Replace "auto" in zero_optimization, in place.
+    """Replace "auto" in zero_optimization, and lower buckets that the model cannot fill, in place.
 
     Args:
         parameters: elements of all trained parameters.
@@ -264,25 +206,34 @@ def fill_buckets(engine_config: EngineConfig, parameters: int, largest: int, *, 
 
     DeepSpeed allocates ``reduce_bucket_size`` elements whole, whatever the model's size (5e8 by default: more than a
     ViT-B/32 itself), so a bucket here is never larger than the model, and never smaller than its largest parameter.
+
+    Raises:
+        ConfigError: "auto" for a key that is not known here, an odd allgather_bucket_size, or a ZeRO-3 persistence
+            threshold above the largest parameter.
     """
-    zero = engine_config.deepspeed["zero_optimization"]
+    zero, source = engine_config.deepspeed["zero_optimization"], engine_config.source
+    whole = parameters + parameters % 2  # DeepSpeed asserts even buckets, for the alignment of 16-bit elements
     bucket = max(largest, min(parameters, 50_000_000))
-    bucket += bucket % 2  # DeepSpeed asserts even buckets, for the alignment of 16-bit elements
     values = {
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": bucket,
+        **dict.fromkeys(BUCKETS, bucket + bucket % 2),
         "stage3_max_live_parameters": max(2 * largest, parameters // 4),
         "stage3_param_persistence_threshold": min(100_000, max(parameters // 1000, 1)),
         "overlap_comm": on_gpu,
     }
     for key, value in list(zero.items()):
-        if value != AUTO:
-            if key == "allgather_bucket_size" and int(value) % 2:
-                raise ConfigError(f"{engine_config.source}: zero_optimization.{key}: must be even, found {value}")
-            continue
-        if key not in values:
-            raise ConfigError(
-                f'{engine_config.source}: zero_optimization.{key}: "auto" is not known here; give a value'
-            )
-        zero[key] = engine_config.filled[f"zero_optimization.{key}"] = values[key]
+        name = f"zero_optimization.{key}"
+        if value == AUTO:
+            if key not in values:
+                raise ConfigError(f'{source}: {name}: "auto" is not known here; give a value')
+            zero[key] = engine_config.filled[name] = values[key]
+        elif key == "allgather_bucket_size" and int(value) % 2:
+            raise ConfigError(f"{source}: {name}: must be even, found {value}")
+        elif key in BUCKETS and value > whole:
+            zero[key] = whole
+            engine_config.filled[name] = f"{whole} (lowered from {value:g}: the model has no more)"
+    threshold = zero.get("stage3_param_persistence_threshold", 100_000)
+    if engine_config.zero_stage == 3 and threshold > largest:
+        raise ConfigError(
+            f"{source}: zero_optimization.stage3_param_persistence_threshold {threshold:g} is above the largest "
+            f'parameter ({largest} elements): ZeRO-3 would partition nothing. Lower it, or write "auto"'
+        )

@@ -43,8 +43,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def start_distributed(timeout: timedelta = timedelta(minutes=30)) -> torch.device:
-    """Join the process group (NCCL on GPUs, gloo on CPUs); returns this rank's device."""
+def start_distributed(timeout_minutes: float = 30.0) -> torch.device:
+    """Join the process group (NCCL on GPUs, gloo on CPUs); returns this rank's device.
+
+    The timeout is that of its collectives; the watchdog's own comes first, since it can tell which rank is missing.
+    """
     import deepspeed
     import deepspeed.ops
 
@@ -55,8 +58,22 @@ def start_distributed(timeout: timedelta = timedelta(minutes=30)) -> torch.devic
         # init_distributed would compile a shared-memory extension for minutes; gloo serves as well
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
+        timeout = timedelta(minutes=2 * timeout_minutes)
         deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def configure_checkpointing(section: dict[str, Any]) -> None:
+    """Hand the ds_config's activation_checkpointing section to DeepSpeed's own checkpointing."""
+    import deepspeed
+
+    deepspeed.checkpointing.configure(
+        None,
+        partition_activations=section.get("partition_activations", False),
+        checkpoint_in_cpu=section.get("cpu_checkpointing", False),
+        synchronize=section.get("synchronize_checkpoint_boundary", False),
+        profile=section.get("profile", False),
+    )
 
 
 def build_engine(model: TwoTowers, config: OptimizerConfig, engine_config: EngineConfig) -> Any:
@@ -93,12 +110,24 @@ def _forget_trial_step(engine: Any) -> None:
             state["step"].zero_()
 
 
-def note_plain_gradient_norm(engine: Any) -> None:
-    """Note the gradient norm where DeepSpeed does not: stage 0 in fp32, where gradients are plain ``.grad``."""
-    if not is_plain(engine):
-        return
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    engine.disco_grad_norm = torch.nn.utils.get_total_norm(gradients)
+def update_or_skip(engine: Any) -> bool:
+    """The optimizer's update, unless the gradient is not finite: then every rank leaves it out.
+
+    The norm of the whole gradient is the same on all ranks, so all decide alike. DeepSpeed's optimizers decide by it
+    themselves; at stage 0 in fp32 and under autocast, where it hands the step straight to torch, it is done here.
+
+    Returns:
+        Whether the update was made.
+    """
+    if is_plain(engine):
+        parameters = [p for p in engine.module.parameters() if p.grad is not None]
+        engine.disco_grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not torch.isfinite(engine.disco_grad_norm):
+            for parameter in parameters:
+                parameter.grad = None
+            return False
+    engine.step()
+    return not getattr(engine.optimizer, "overflow", False)
 
 
 def gradient_norm(engine: Any) -> float:

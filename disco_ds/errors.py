@@ -18,6 +18,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message names it and says why. Nothing on disk has been changed."""
 
 
+class DivergedError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite; the message says where to look."""
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """`` Did you mean 'X'?`` for the known word nearest to ``word``, or an empty string when none is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)

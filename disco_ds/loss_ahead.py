@@ -37,7 +37,7 @@ class GatheredAhead:
     """A gather under way, attached to the features it is of."""
 
     group: Any
-    gathered: Pending
+    gathered: Pending | None
     counts: list[int]
     ticket: Tensor | None  # None where the features need no gradient
     gradient: LateGradient

@@ -48,7 +48,10 @@ class Call:
 
     def gather(self, other: Tensor) -> Pending:
         """The gathered tower, on its way: under way since ``gather_ahead``, or from now on."""
-        return self.ahead.gathered if self.ahead is not None else self.ranks.gather(other, self.agreement.counts)
+        if self.ahead is None or self.ahead.gathered is None:
+            return self.ranks.gather(other, self.agreement.counts)
+        gathered, self.ahead.gathered = self.ahead.gathered, None  # lets the loss be the last to hold it
+        return gathered
 
 
 @dataclass

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,19 +25,23 @@ class Pending:
     """
 
     def __init__(
-        self, result: Tensor, work: Any = None, sent: Tensor | None = None, finish: Callable[[], Tensor] | None = None
+        self,
+        result: Tensor,
+        works: Sequence[Any] = (),
+        sent: Tensor | None = None,
+        finish: Callable[[], Tensor] | None = None,
     ) -> None:
         self._result = result
-        self._work = work
+        self._works = works
         self._sent = sent
         self._finish = finish
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
         if self._finish is not None:
             self._result = self._finish()
-        self._work = self._sent = self._finish = None
+        self._works, self._sent, self._finish = (), None, None
         return self._result
 
 
@@ -53,8 +56,8 @@ class Ranks:
         return words.unsqueeze(0)
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Pending:
-        """All ranks' ``rows`` (counts[rank], ...) as one (sum(counts), ...). Starts at once, does not wait."""
-        return Pending(rows)
+        """All ranks' ``rows`` (counts[rank], ...) as one (sum(counts), ...), a new tensor. Starts, does not wait."""
+        return Pending(rows.clone())
 
     def transpose(self, parts: Tensor, counts: Sequence[int]) -> Tensor:
         """Rank r's ``parts`` (sum(counts),) hold a value for each row of each rank; returns all that is said of the
@@ -82,26 +85,24 @@ class ProcessGroupRanks(Ranks):
         self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"global rank {dist.get_rank()} calls the loss with a process group it is not a member of")
-        # Gloo's reduce-scatter sends everything to everybody; an all-to-all with a local sum is the real thing there.
-        self._reduces = "gloo" not in str(dist.get_backend(group))
+        # Gloo's reduce-scatter is an all-reduce, and its all-gather copies twice: there both are made of other calls.
+        self._is_gloo = "gloo" in str(dist.get_backend(group))
 
     def share(self, words: Tensor) -> Tensor:
-        return self.gather(words.unsqueeze(0), [1] * self.size).wait()
+        out = words.new_empty((self.size, *words.shape))
+        _all_gather(out.view(-1), words.view(-1), self.group).wait()
+        return out
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Pending:
-        if _even(counts):
-            out = rows.new_empty((sum(counts), *rows.shape[1:]))
+        out = rows.new_empty((sum(counts), *rows.shape[1:]))
+        if _even(counts) and not self._is_gloo:
             rows = rows.contiguous()
-            return Pending(out, _all_gather(out, rows, self.group), rows)
-        # Backends gather equal sizes only: the short ranks send padding, which is cut out again on arrival.
-        most = max(counts)
-        padded = rows.new_zeros((most, *rows.shape[1:]))
-        padded[: rows.shape[0]] = rows
-        out = rows.new_empty((self.size * most, *rows.shape[1:]))
-        work = _all_gather(out, padded, self.group)
-        return Pending(
-            out, work, padded, finish=lambda: torch.cat([out[r * most : r * most + n] for r, n in enumerate(counts)])
-        )
+            return Pending(out, [_all_gather(out, rows, self.group)], rows)
+        # An all-gather takes equal sizes only. Else each rank's rows are broadcast to where they belong.
+        pieces = out.split(list(counts))
+        pieces[self.rank].copy_(rows)
+        works = [self._broadcast(piece, rank) for rank, piece in enumerate(pieces) if counts[rank]]
+        return Pending(out, works)
 
     def transpose(self, parts: Tensor, counts: Sequence[int]) -> Tensor:
         own = counts[self.rank]
@@ -111,13 +112,17 @@ class ProcessGroupRanks(Ranks):
 
     def reduce_scatter(self, parts: Tensor, counts: Sequence[int]) -> Pending:
         own, width = counts[self.rank], parts.shape[1]
-        if self._reduces and _even(counts):
+        if _even(counts) and not self._is_gloo:
             out = parts.new_empty(own, width)
-            return Pending(out, _reduce_scatter(out, parts, self.group), parts)
+            return Pending(out, [_reduce_scatter(out, parts, self.group)], parts)
         received = parts.new_empty(self.size * own, width)
         sizes = [own] * self.size, list(counts)
         work = dist.all_to_all_single(received, parts, *sizes, group=self.group, async_op=True)
-        return Pending(received, work, parts, finish=lambda: received.view(self.size, own, width).sum(0))
+        return Pending(received, [work], parts, finish=lambda: received.view(self.size, own, width).sum(0))
+
+    def _broadcast(self, values: Tensor, rank: int) -> Any:
+        source = rank if self.group is None else dist.get_global_rank(self.group, rank)
+        return dist.broadcast(values, source, group=self.group, async_op=True)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self.group)

@@ -58,14 +58,9 @@ class Hardest:
     def measure(self, tiles: LogitTiles) -> None:
         """Compute all anew, in float64."""
         for piece in tiles.pieces():
-            exact = (
-                row_dots(tiles.own[piece], tiles.other.index_select(0, self.column[piece]))
-                .mul_(tiles.scale)
-                .sub_(tiles.level)
-            )
-            found = (
-                self.logit[piece] > NEGATIVE_INFINITY
-            )  # a row without negatives has none, nor one that is not a number
+            exact = row_dots(tiles.own[piece], tiles.select(self.column[piece])) + tiles.own_at_center[piece]
+            exact.mul_(tiles.scale).sub_(tiles.level)
+            found = self.logit[piece] > NEGATIVE_INFINITY  # not in a row without negatives, or of nan
             self.excess[piece] = torch.where(found, torch.expm1(exact - self.logit[piece]), 0.0)
 
     def missing(self, log_sum: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class GradientProducts:
         G = G.to(self.tiles.dtype).unsqueeze(1)
         for piece in self.tiles.pieces():
             if self.H is not None:
-                self.H[piece].addcmul_(G[piece], self._centered(self.tiles.other.index_select(0, columns[piece])))
+                self.H[piece].addcmul_(G[piece], self.tiles.select(columns[piece]))
             if self.W is not None:
                 self.W.index_add_(0, columns[piece], G[piece] * self.tiles.own[piece], alpha=self.alpha)
 
@@ -83,7 +83,10 @@ class GradientProducts:
         G = G.to(self.tiles.dtype).unsqueeze(1)
         for piece in self.tiles.pieces():
             if self.H is not None:
-                self.H[piece].addcmul_(G[piece], self._centered(other[piece]))
+                columns = other[piece].to(self.tiles.dtype)
+                if self.tiles.center is not None:
+                    columns = columns - self.tiles.center
+                self.H[piece].addcmul_(G[piece], columns)
             if self.W is not None:
                 own = self.tiles.own[piece].to(self.tiles.dtype)
                 self.W[first : first + b][piece].addcmul_(G[piece], own, value=self.alpha)
@@ -104,7 +107,3 @@ class GradientProducts:
             inner += (self._row_sums * (self.tiles.own_at_center - constant)).sum()
             self.H.addcmul_(self._row_sums.to(self.H.dtype).unsqueeze(1), center)
         return inner
-
-    def _centered(self, columns: Tensor) -> Tensor:
-        columns = columns.to(self.tiles.dtype)
-        return columns if self.tiles.center is None else columns - self.tiles.center

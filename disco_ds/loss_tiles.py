@@ -23,10 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disco_ds.loss_memory import tile_rows
+from disco_ds.loss_memory import PIECE_ROWS, tile_rows
 
 NEGATIVE_INFINITY = float("-inf")
-PIECE_ROWS = 256  # rows that are worked on in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class LogitTiles:
 
     Args:
         own: features of this rank's rows, (b, D).
-        other: features of all columns, (B, D), of the same dtype.
+        other: features of all columns, (B, D), of the same dtype. Taken over: they are centered in place.
         scale: the factor of S.
         first: the column that is the positive of row 0.
         columns: columns of a tile.
@@ -70,7 +69,7 @@ class LogitTiles:
         self.tile_rows = tile_rows(self.rows, own.device.type)
         self.row_steps = -(-self.rows // self.tile_rows)
         self.column_steps = -(-self.width // columns)
-        self._centered: tuple[int, Tensor] | None = None
+        self._cast: tuple[int, Tensor] | None = None
         # Subtracting the mean would round 16-bit features; there the digits it saves are not there to begin with.
         self.center = None if self.native else other.mean(0, dtype=self.dtype)
         if self.center is not None:
@@ -78,6 +77,8 @@ class LogitTiles:
             if level is None:
                 self.level = self.own_at_center.sum() * (scale / max(self.rows, 1))
             self._offsets = (scale * self.own_at_center - self.level).to(self.dtype).unsqueeze(1)
+            if other.dtype == self.dtype:
+                other.sub_(self.center)
 
     def __iter__(self) -> Iterator[Tile]:
         """All tiles, those of the same columns one after the other; none where this rank has no rows."""
@@ -114,13 +115,18 @@ class LogitTiles:
         return S
 
     def columns(self, tile: Tile) -> Tensor:
-        """Features of a tile's columns, less their mean; made once for all tiles of these columns."""
-        if self.center is None:
+        """Features of a tile's columns, less their mean, ready to be multiplied."""
+        if self.center is None or self.other.dtype == self.dtype:
             return self.other[tile.columns]
-        if self._centered is None or self._centered[0] != tile.column_step:
-            self._centered = None  # lets go of the last ones before the next are made
-            self._centered = tile.column_step, self.other[tile.columns] - self.center
-        return self._centered[1]
+        if self._cast is None or self._cast[0] != tile.column_step:  # once for all tiles of these columns
+            self._cast = None  # lets go of the last ones before the next are made
+            self._cast = tile.column_step, self.other[tile.columns] - self.center
+        return self._cast[1]
+
+    def select(self, columns: Tensor) -> Tensor:
+        """Features of any columns, less their mean."""
+        chosen = self.other.index_select(0, columns)
+        return chosen if self.center is None or chosen.dtype == self.dtype else chosen - self.center
 
     def pieces(self) -> list[slice]:
         """The rows, a few at a time."""
@@ -130,7 +136,7 @@ class LogitTiles:
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """The inner product of each row of ``a`` with the same row of ``b``, (rows,) float64, a few rows at a time."""
     pieces = zip(a.split(PIECE_ROWS), b.split(PIECE_ROWS), strict=True)
-    return torch.cat([(x.double() * y.double()).sum(1) for x, y in pieces])
+    return torch.cat([x.to(torch.float64, copy=True).mul_(y.double()).sum(1) for x, y in pieces])
 
 
 def row_peaks(S: Tensor) -> tuple[Tensor, Tensor]:

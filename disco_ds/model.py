@@ -174,8 +174,11 @@ def _register_json(path: Path, field: str) -> str:
     return path.stem
 
 
-def build_model(config: ModelConfig, seed: int) -> TwoTowers:
+def build_model(config: ModelConfig, seed: int, *, deepspeed_checkpointing: bool = False) -> TwoTowers:
     """The model of a run on the CPU in fp32, with the same initial weights on every rank.
+
+    Args:
+        deepspeed_checkpointing: recompute blocks through DeepSpeed's activation_checkpointing, not torch's.
 
     Raises:
         ConfigError: unknown or unsuitable model, weights that cannot be had, a config that open_clip refuses.
@@ -198,7 +201,7 @@ def build_model(config: ModelConfig, seed: int) -> TwoTowers:
             f"model.name: open_clip could not build {config.name!r}{what}: {type(error).__name__}: {error}"
         ) from error
     model = TwoTowers(clip, config.freeze)
-    apply_policy(trained_towers(model), config.checkpointing)
+    apply_policy(trained_towers(model), config.checkpointing, by_deepspeed=deepspeed_checkpointing)
     return model
 
 

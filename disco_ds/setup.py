@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,18 @@ from disco_ds.config import RunConfig, total_steps
 from disco_ds.data.heldout import probe, read_heldout
 from disco_ds.data.sources import expand
 from disco_ds.data.stream import TrainStream
-from disco_ds.ds_config import EngineConfig, read_ds_config, resolve
-from disco_ds.engine import build_engine
+from disco_ds.ds_checks import read_ds_config, uses_deepspeed_checkpointing
+from disco_ds.ds_config import BatchPlan, EngineConfig, resolve
+from disco_ds.engine import build_engine, configure_checkpointing
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 from disco_ds.evaluate import check_evaluation
 from disco_ds.loss import build_loss
 from disco_ds.model import TwoTowers, build_model, build_tokenizer, build_transform
+from disco_ds.optimizer import check_optimizer
 from disco_ds.schedule import Schedule, build_schedule
 from disco_ds.step import TrainStep
 from disco_ds.telemetry import Telemetry, check_logging
+from disco_ds.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
@@ -43,8 +47,9 @@ class Run:
     train_step: TrainStep
     schedule: Schedule
     telemetry: Telemetry
-    control: dist.ProcessGroup
+    control: Any
     """A gloo group for the few numbers that ranks agree on: it never waits for a GPU."""
+    watchdog: Watchdog
     state: RunState
 
     @property
@@ -100,6 +105,9 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> R
     )
     global_batch = engine_config.batch.global_batch
     folder = config.runs_dir / config.name
+    zero = engine_config.deepspeed["zero_optimization"]
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    check_optimizer(config.optimizer, zero_stage=engine_config.zero_stage, offload=offload)
     check_logging(config.logging)
     check_evaluation(config.evaluation)
     on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
@@ -109,7 +117,10 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> R
             checkpoint, world_size=world_size, zero_stage=engine_config.zero_stage, model=model_identity(config)
         )
 
-    model = build_model(config.model, config.seed)
+    by_deepspeed = uses_deepspeed_checkpointing(engine_config.deepspeed)
+    if by_deepspeed:
+        configure_checkpointing(engine_config.deepspeed["activation_checkpointing"])
+    model = build_model(config.model, config.seed, deepspeed_checkpointing=by_deepspeed)
     tokenizer = build_tokenizer(config.model)
     transform = build_transform(model, training=True, augment=config.data.augment)
     on_rank_0(lambda: _probe(config, transform))
@@ -140,14 +151,42 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> R
         name=config.name,
         run_config=config.model_dump(mode="json"),
     )
-    loss = build_loss(config.loss.kind, tile=config.loss.tile, keep_logits=config.loss.keep_logits)
-    train_step = TrainStep(engine, loss, engine_config.batch.accumulation, device)
-    control: Any = dist.new_group(backend="gloo")
-    run = Run(config, folder, engine_config, engine, tokenizer, stream, train_step, schedule, telemetry, control, state)
+    run = Run(
+        config=config,
+        folder=folder,
+        engine_config=engine_config,
+        engine=engine,
+        tokenizer=tokenizer,
+        stream=stream,
+        train_step=_train_step(config, engine_config, engine, device),
+        schedule=schedule,
+        telemetry=telemetry,
+        control=dist.new_group(backend="gloo"),
+        watchdog=_watchdog(config, rank, world_size),
+        state=state,
+    )
     if rank == 0:
         (folder / "config.yaml").write_text(config.to_yaml())
         telemetry.say(describe(run, checkpoint))
     return run
+
+
+def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, device: torch.device) -> TrainStep:
+    overlap = config.loss.overlap if config.loss.overlap != "auto" else device.type == "cuda"
+    return TrainStep(
+        engine,
+        build_loss(config.loss.kind, tile=config.loss.tile, keep_logits=config.loss.keep_logits),
+        engine_config.batch.accumulation,
+        device,
+        on_host=config.cached.images == "host",
+        reuse_last=config.cached.reuse_last,
+        overlap=bool(overlap) and config.loss.kind == "one_block" and engine_config.zero_stage < 3,
+    )
+
+
+def _watchdog(config: RunConfig, rank: int, world_size: int) -> Watchdog:
+    store = dist.distributed_c10d._get_default_store()
+    return Watchdog(store, rank=rank, world_size=world_size, timeout_s=60 * config.timeout_minutes)
 
 
 def model_identity(config: RunConfig) -> dict[str, Any]:
@@ -173,22 +212,26 @@ def describe(run: Run, checkpoint: Path | None) -> str:
     towers: TwoTowers = run.engine.module
     sizes = {tower: sum(_elements(p) for p in towers.tower_parameters(tower)) for tower in ("image", "text")}
     steps, warmup = run.schedule.steps, run.schedule.warmup
-    cut = f"{plan.world_size} ranks x {plan.micro_batch}" + (
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    cut = f"{ranks} x {plan.micro_batch}" + (
         f" x {plan.accumulation} micro-batches (cached gradients)" if plan.accumulation > 1 else ""
     )
     frozen = f", {towers.freeze} tower locked" if towers.freeze != "none" else ""
-    filled = ", ".join(f"{key}={value}" for key, value in run.engine_config.filled.items())
+    filled = ", ".join(f"{key}={value}" for key, value in run.engine_config.filled.items()) or "nothing"
     lines = [
         f"run {run.folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""),
         f"  model     {config.model.name}: image {_millions(sizes['image'])}, text {_millions(sizes['text'])}{frozen}",
-        f"  batch     {plan.global_batch} pairs, all negatives of each other = {cut}",
-        f"  length    {steps} steps = {steps * plan.global_batch} samples; "
-        f"warm-up {warmup} steps = {warmup * plan.global_batch} samples, then {run.schedule.kind}",
+        f"  batch     {plan.global_batch:,} pairs, all negatives of each other = {cut}",
+        f"  length    {_steps(steps, plan)}; warm-up {_steps(warmup, plan)}, then {run.schedule.kind}",
         f"  engine    ZeRO {run.engine_config.zero_stage}, {run.engine_config.precision}, {run.device.type}; "
-        f"loss {config.loss.kind}; checkpointing {config.model.checkpointing}",
-        f'  "auto"    {filled or "nothing"}',
+        f"{config.optimizer.name}; loss {config.loss.kind}; checkpointing {config.model.checkpointing}",
+        textwrap.fill(f'  "auto"    {filled}', 110, subsequent_indent=" " * 12, break_on_hyphens=False),
     ]
     return "\n".join(lines)
+
+
+def _steps(steps: int, plan: BatchPlan) -> str:
+    return f"{steps:,} step{'' if steps == 1 else 's'} = {steps * plan.global_batch:,} samples"
 
 
 def _elements(parameter: torch.nn.Parameter) -> int:

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from disco_ds.activations import frozen_statistics
-from disco_ds.engine import note_plain_gradient_norm
+from disco_ds.activations import batch_norms, frozen_statistics
+from disco_ds.engine import update_or_skip
+from disco_ds.loss import gather_ahead
 from disco_ds.model import Features
+from disco_ds.phases import PhaseTimer
 from disco_ds.temperature import clamp_temperatures
 
 Loss = Callable[..., Tensor]
@@ -32,6 +34,10 @@ class StepResult:
     """This rank's loss, 0-dim float32; the mean over ranks is the loss of the global batch."""
     logit_scale: Tensor
     """The scale that multiplied the logits, shape (1,)."""
+    bad_rows: Tensor
+    """(b,) bool: pairs of this rank with a feature that is not finite."""
+    skipped: bool = False
+    """Whether all ranks left the update out, because the gradient was not finite. Known after the update only."""
 
 
 @dataclass
@@ -66,65 +72,105 @@ class TrainStep:
         engine: DeepSpeedEngine over a :class:`~disco_ds.model.TwoTowers`.
         loss: its mean over ranks is the global loss; its gradient is exact once the engine has averaged over ranks.
         accumulation: micro-batches per step, k. 1: whole.
-        device: where the towers are; batches may still be on the host.
+        device: where the towers are.
+        on_host: cached form: images wait on the host between their two passes; else on the device.
+        reuse_last: cached form: keep the graph of the last micro-batch's first pass for its second one, which saves a
+            forward and holds its activations while the loss is computed.
+        overlap: whole form: gather the text features while the images are encoded. For the one_block loss at ZeRO 0
+            to 2; ZeRO-3 wraps what forward returns, and the gather would not be recognised.
     """
 
-    def __init__(self, engine: Any, loss: Loss, accumulation: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        loss: Loss,
+        accumulation: int,
+        device: torch.device,
+        *,
+        on_host: bool = True,
+        reuse_last: bool = False,
+        overlap: bool = False,
+    ) -> None:
         self.engine = engine
         self.loss = loss
         self.accumulation = accumulation
         self.device = device
+        self.on_host = on_host
+        self.reuse_last = reuse_last
+        self.ahead = {"on_texts": gather_ahead} if overlap else {}
+        self.timer = PhaseTimer(device)
 
     def __call__(self, images: Tensor, texts: Tensor) -> StepResult:
         """One step from this rank's images (b, 3, H, W) and texts (b, context); b divides by k."""
+        statistics = [buffer.clone() for norm in batch_norms(self.engine.module) for buffer in norm.buffers()]
         result = self.backward(images, texts)
-        self.update()
+        result.skipped = not self.update()
+        if result.skipped and statistics:  # running statistics have already seen the bad batch
+            buffers = [buffer for norm in batch_norms(self.engine.module) for buffer in norm.buffers()]
+            for buffer, before in zip(buffers, statistics, strict=True):
+                buffer.copy_(before)
         return result
 
     def backward(self, images: Tensor, texts: Tensor) -> StepResult:
         """Forward, loss and backward: afterwards the engine holds the gradient of the global batch."""
-        return self._whole(images, texts) if self.accumulation == 1 else self._cached(images, texts)
+        if self.accumulation == 1:
+            return self._whole(self._on_device(images), self._on_device(texts))
+        if not self.on_host:
+            images = self._on_device(images)
+        return self._cached(images, self._on_device(texts))
 
-    def update(self) -> None:
-        """The optimizer's update from the gradient that the engine holds."""
-        note_plain_gradient_norm(self.engine)
-        self.engine.step()
-        clamp_temperatures(self.engine)
+    def update(self) -> bool:
+        """The optimizer's update from the gradient that the engine holds; False if all ranks left it out."""
+        with self.timer("step"):
+            updated = update_or_skip(self.engine)
+            clamp_temperatures(self.engine)
+        return updated
 
     def _whole(self, images: Tensor, texts: Tensor) -> StepResult:
-        out: Features = self.engine(self._on_device(images), self._on_device(texts))
-        loss = self.loss(out.image_features, out.text_features, out.logit_scale, out.logit_bias)
-        self.engine.backward(loss)
-        return StepResult(loss.detach(), out.logit_scale.detach())
+        with self.timer("forward"):
+            out: Features = self.engine(images, texts, **self.ahead)
+        with self.timer("loss"):
+            loss = self.loss(out.image_features, out.text_features, out.logit_scale, out.logit_bias)
+        with self.timer("backward"):
+            self.engine.backward(loss)
+        return StepResult(loss.detach(), out.logit_scale.detach(), _not_finite(out.image_features, out.text_features))
 
     def _cached(self, images: Tensor, texts: Tensor) -> StepResult:
         micro = list(zip(images.chunk(self.accumulation), texts.chunk(self.accumulation), strict=True))
-        states, outputs = self._encode_all(micro)
-        loss, gradients = self._cache_gradients(outputs)
-        logit_scale = outputs[-1].logit_scale.detach()
+        with self.timer("forward"):
+            states, outputs = self._encode_all(micro)
+        with self.timer("loss"):
+            loss, gradients, bad_rows = self._cache_gradients(outputs)
+        last = outputs[-1]
         del outputs
         after = RandomState(self.device)
-        with frozen_statistics(self.engine.module):
+        with self.timer("backward"):
             for index, (image, text) in enumerate(micro):
-                states[index].restore()
-                self.engine.set_gradient_accumulation_boundary(index == self.accumulation - 1)
-                self._backward_micro(image, text, gradients, index)
+                final = index == self.accumulation - 1
+                self.engine.set_gradient_accumulation_boundary(final)
+                if final and self.reuse_last:
+                    out = last
+                else:
+                    states[index].restore()
+                    with frozen_statistics(self.engine.module):
+                        out = self._encode_again(image, text, gradients)
+                self._drive_back(out, gradients, index)
         after.restore()
-        return StepResult(loss, logit_scale)
+        return StepResult(loss, last.logit_scale.detach(), bad_rows)
 
     def _encode_all(self, micro: list[tuple[Tensor, Tensor]]) -> tuple[list[RandomState], list[Features]]:
         states, outputs = [], []
-        with torch.no_grad():
-            for image, text in micro:
-                states.append(RandomState(self.device))
-                outputs.append(self.engine(self._on_device(image), self._on_device(text)))
+        for index, (image, text) in enumerate(micro):
+            states.append(RandomState(self.device))
+            with torch.set_grad_enabled(self.reuse_last and index == len(micro) - 1):
+                outputs.append(self.engine(self._on_device(image), text))
         return states, outputs
 
-    def _cache_gradients(self, outputs: list[Features]) -> tuple[Tensor, CachedGradients]:
-        """The loss on all features of the rank, and its gradient for each of its inputs."""
+    def _cache_gradients(self, outputs: list[Features]) -> tuple[Tensor, CachedGradients, Tensor]:
+        """The loss on all features of the rank, its gradient for each of its inputs, and the rows not finite."""
         freeze, last = self.engine.module.freeze, outputs[-1]
-        images = torch.cat([out.image_features for out in outputs if out.image_features is not None])
-        texts = torch.cat([out.text_features for out in outputs if out.text_features is not None])
+        images = torch.cat([out.image_features.detach() for out in outputs if out.image_features is not None])
+        texts = torch.cat([out.text_features.detach() for out in outputs if out.text_features is not None])
         images.requires_grad_(freeze != "image")
         texts.requires_grad_(freeze != "text")
         scale = last.logit_scale.detach().requires_grad_()
@@ -133,14 +179,16 @@ class TrainStep:
         loss.backward()
         assert scale.grad is not None
         gradients = CachedGradients(images.grad, texts.grad, scale.grad, None if bias is None else bias.grad)
-        return loss.detach(), gradients
+        return loss.detach(), gradients, _not_finite(images, texts)
 
-    def _backward_micro(self, image: Tensor, text: Tensor, gradients: CachedGradients, index: int) -> None:
-        """Forward again, with a graph, and backward of sum(output * cached gradient)."""
-        out: Features = self.engine(
+    def _encode_again(self, image: Tensor, text: Tensor, gradients: CachedGradients) -> Features:
+        return self.engine(
             None if gradients.image_features is None else self._on_device(image),
-            None if gradients.text_features is None else self._on_device(text),
+            None if gradients.text_features is None else text,
         )
+
+    def _drive_back(self, out: Features, gradients: CachedGradients, index: int) -> None:
+        """Backward of sum(output * cached gradient)."""
         # logit_scale and bias belong to the whole batch: each micro-batch brings one k-th of their gradient
         total = (out.logit_scale * gradients.logit_scale).sum() / self.accumulation
         if out.logit_bias is not None and gradients.logit_bias is not None:
@@ -155,6 +203,11 @@ class TrainStep:
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
+
+
+def _not_finite(images: Tensor | None, texts: Tensor | None) -> Tensor:
+    features = [feature.detach() for feature in (images, texts) if feature is not None]
+    return torch.stack([~torch.isfinite(feature).all(dim=1) for feature in features]).any(dim=0)
 
 
 def global_mean(value: Tensor) -> float:

@@ -21,6 +21,7 @@ from disco_ds.model import preprocessing
 from disco_ds.optimizer import set_learning_rate
 from disco_ds.report import write_report
 from disco_ds.setup import Run, model_identity
+from disco_ds.skips import Skips
 from disco_ds.step import StepResult, global_mean
 
 
@@ -28,16 +29,22 @@ def train(run: Run) -> None:
     """Train to the end of the run, or to a SIGTERM, which saves and returns."""
     config, state, result = run.config, run.state, None
     window, stop = Window(run), StopSignal()
+    skips = Skips(run.folder, run.control, config.optimizer.max_skipped)
     batches = iter(run.stream)
     while state.step < run.schedule.steps:
+        run.watchdog.note(f"step {state.step + 1}: waits for data")
         batch = window.timed_next(batches)
+        run.watchdog.note(f"step {state.step + 1}: trains")
         set_learning_rate(run.engine.optimizer, run.schedule(state.step))
         outcome = run.train_step(batch.images, batch.texts)
         state.step += 1
         state.samples_seen += run.global_batch
+        message = skips.note(state.step, outcome.skipped, outcome.bad_rows, batch.keys)
+        if message is not None:
+            run.telemetry.say(message)
         last = state.step == run.schedule.steps
         if last or state.step % config.logging.every_steps == 0:
-            run.telemetry.log(state.step, window.metrics(outcome))
+            run.telemetry.log(state.step, window.metrics(outcome, skips.total))
         every = config.evaluation.every_steps
         if config.data.val is not None and (last or (every is not None and state.step % every == 0)):
             result = run_evaluation(run)
@@ -49,6 +56,7 @@ def train(run: Run) -> None:
         if stopping and not last:
             run.telemetry.say(f"stopped by SIGTERM at step {state.step}, saved; the same command goes on from here")
             run.telemetry.close()
+            run.watchdog.close()
             return
     finish(run, result)
 
@@ -62,15 +70,15 @@ def finish(run: Run, result: EvalResult | None) -> None:
         outcome = {"steps": run.state.step, "samples_seen": run.state.samples_seen, **metrics}
         (run.folder / "result.json").write_text(json.dumps(outcome, indent=1) + "\n")
         report = write_report(run.folder, result)
-        if result is not None:
-            run.telemetry.say(format_result(result))
         run.telemetry.say(f"finished {run.folder}" + (f"; picture: {report}" if report else ""))
     run.telemetry.close()
+    run.watchdog.close()
     dist.barrier(group=run.control)
 
 
 def run_evaluation(run: Run) -> EvalResult:
     """Evaluate on the held-out pairs; the same numbers on every rank."""
+    run.watchdog.note(f"step {run.state.step}: evaluates")
     preprocess = preprocessing(run.engine.module)
     result = evaluate(
         run.engine,
@@ -83,12 +91,13 @@ def run_evaluation(run: Run) -> EvalResult:
         mean=preprocess["mean"],
         std=preprocess["std"],
     )
-    run.telemetry.log_eval(run.state.step, result.metrics)
+    run.telemetry.log_eval(run.state.step, result.metrics, format_result(result))
     return result
 
 
 def save(run: Run) -> None:
     """Write a checkpoint, the data stream's position included."""
+    run.watchdog.note(f"step {run.state.step}: saves")
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, run.stream.state(), group=run.control)
     state = RunState(run.state.step, run.state.samples_seen, merge_states(states))
@@ -130,6 +139,7 @@ class Window:
 
     def restart(self) -> None:
         """Begin a new window: what came before (evaluation, say) is no step time."""
+        self.run.train_step.timer.read()
         self.started = time.monotonic()
         self.first_step = self.run.state.step
         self.data_wait_s = 0.0
@@ -154,7 +164,7 @@ class Window:
         """A checkpoint has just been written."""
         self.last_save = time.monotonic()
 
-    def metrics(self, outcome: StepResult) -> dict[str, Any]:
+    def metrics(self, outcome: StepResult, skipped: int) -> dict[str, Any]:
         """What is logged of the last step and the window that ends with it. A collective; restarts the window."""
         run = self.run
         loss, norm = global_mean(outcome.loss), gradient_norm(run.engine)
@@ -171,6 +181,9 @@ class Window:
             "samples_per_s": run.global_batch / step_s,
             "step_s": step_s,
             "data_wait_s": self.data_wait_s / steps,
+            **{f"time_in_{name}": seconds / steps / step_s for name, seconds in run.train_step.timer.read().items()},
+            "time_in_data": self.data_wait_s / steps / step_s,
+            "skipped_steps": skipped,
             "peak_memory_bytes": peak_memory_bytes(run.device),
             "bad_samples": dict(sum((Counter(f) for f in faults), Counter())),
         }

@@ -34,7 +34,7 @@ def main() -> None:
     from disco_ds.quiet import quiet_libraries
 
     quiet_libraries()
-    device = start_distributed()
+    device = start_distributed(config.timeout_minutes)
     from disco_ds.setup import prepare, start_logging
     from disco_ds.train import train
 
@@ -43,7 +43,11 @@ def main() -> None:
         run = prepare(config, ds_config or ROOT / "ds_configs" / "zero2.json", device)
     except (ConfigError, DataError, CheckpointError) as error:
         options.fail(error, rank())  # every rank has the same error
-    train(run)
+    try:
+        train(run)
+    except Exception as error:  # this rank alone may have failed: it says who and where it is, then what
+        print(f"[rank {rank()}] failed after step {run.state.step}: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 if __name__ == "__main__":

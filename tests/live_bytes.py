@@ -29,6 +29,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self.peak_op = ""
         self.sent = 0
+        self.collectives: list[str] = []
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._sizes: dict[int, int] = {}
 
@@ -40,6 +41,7 @@ class LiveBytes(TorchDispatchMode):
                 self._see(leaf.untyped_storage(), before, func)
         if func.namespace == "c10d":
             self.sent += _sent(func.__name__, args)
+            self.collectives.append(func.__name__.split(".")[0].strip("_"))
         return result
 
     def _see(self, storage: torch.UntypedStorage, before: set[int], func: Any) -> None:
@@ -65,6 +67,8 @@ def _sent(name: str, args: tuple) -> int:
     total = sum(x.numel() * x.element_size() for x in tensors)
     if "allreduce" in name:
         return int(2 * others * total)
+    if "broadcast" in name:  # one of as many as there are ranks, which together are a gather
+        return int(others * total)
     if "alltoall" in name or "reduce_scatter" in name or "allgather_base" in name or "_allgather_base" in name:
         return int(others * largest)
     if "allgather" in name:

@@ -18,7 +18,9 @@ def fresh_seed() -> int:
     return int(os.environ.get("LOSS_SEED") or secrets.randbelow(2**31))
 
 
-def make_features(pairs: int, width: int, kind: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def make_features(
+    pairs: int, width: int, kind: str, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Unit features (pairs, width) of images and texts; "mixed" ones differ in length by orders of magnitude.
 
     ``trained``: a loss of 0.01 to 1 at scale 100. ``converged``: below 1e-3, the negatives alike. ``anisotropic``: all

@@ -10,7 +10,8 @@ import yaml
 
 from disco_ds.cli import options
 from disco_ds.config import RunConfig, total_steps
-from disco_ds.ds_config import fill_buckets, read_ds_config, resolve
+from disco_ds.ds_checks import read_ds_config
+from disco_ds.ds_config import fill_buckets, resolve
 from disco_ds.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -120,7 +120,8 @@ RUNS = {
 def test_nothing_overlaps(tmp_path, case):
     folder = make_run(tmp_path / "run", **RUNS[case])
     count = {"demo": 12, "long": 12, "one evaluation": 2}.get(case, 1)
-    samples = make_samples(count, ODD_CAPTIONS) if RUNS[case].get("evals") != () else []
+    captions = ["long " * 60] if case == "long" else ODD_CAPTIONS
+    samples = make_samples(count, captions) if RUNS[case].get("evals") != () else []
     assert_readable(draw_report(folder, samples))
 
 

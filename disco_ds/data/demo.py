@@ -26,7 +26,7 @@ from disco_ds.errors import DataError
 
 log = logging.getLogger("disco_ds.data")
 
-FORMAT = 2
+FORMAT = 3
 """Raised when what is written changes, so that an older cache is not taken for a new one."""
 IMAGE_PX = 72
 """Side of the drawings: OpenMoji's own grid, a little above the demo model's 64 so that a random crop loses nothing."""
@@ -141,16 +141,16 @@ def emoji_list() -> list[Emoji]:
 def captions(name: str, short_names: Iterable[str], category: str) -> tuple[str, ...]:
     """Several captions for one emoji, the fullest first, no two alike.
 
+    Every one names the category: with 1,700 pairs it is what an image says of a held-out word.
+
     >>> captions("THUMBS UP SIGN", ["+1", "thumbsup"], "People & Body")[0]
     'thumbs up sign, thumbsup, people and body'
     """
     name = _words(name)
     aliases = [_words(short) for short in short_names if not re.match(r"flag-|u\d|[+-]\d", short)]
-    aliases = [alias for alias in aliases if alias != name]
+    names = list(dict.fromkeys([name, *aliases]))
     kind = _words(category)
-    alias = aliases[0] if aliases else name
-    full = ", ".join([name, *aliases[:1], kind])
-    every = [full, name, f"{name}, {kind}", f"{alias}, {kind}", f"an emoji of {kind}: {name}", *aliases]
+    every = [", ".join([*names[:2], kind]), *(f"{one}, {kind}" for one in names), f"an emoji of {kind}: {name}"]
     return tuple(dict.fromkeys(every))
 
 

@@ -206,7 +206,7 @@ class TrainStream:
         self.shards = sum(len(source.shards) for source in sources)
         """Shards found, for the log."""
         if self._workers:
-            warm_up()
+            warm_up(transform, tokenizer)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -8,13 +8,15 @@ server starts once a rank (about 3 s of one core, beside the building of the mod
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
-from multiprocessing import forkserver
+import threading
+from multiprocessing import connection, forkserver
 from typing import Any
 
 import torch
 
-PRELOAD = ["torch", "open_clip", "disco_ds.data.stream", "disco_ds.data.heldout", "__main__"]
+PRELOAD = ["torch", "disco_ds.data.stream", "disco_ds.data.heldout", "__main__"]
 """What the server imports, so that no worker has to; "__main__" since multiprocessing imports it in every worker."""
 PREFETCH = 2
 
@@ -24,21 +26,34 @@ def start_method() -> str:
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
-def warm_up() -> None:
-    """Let the fork server begin to import, without waiting for it. Without effect when it runs already."""
+def warm_up(*needed: Any) -> None:
+    """Let the fork server begin to import, without waiting for it. Without effect when it runs already.
+
+    ``needed``: objects that will be sent to workers; the packages that they come from are imported too.
+    """
     if start_method() == "forkserver":
-        multiprocessing.set_forkserver_preload(PRELOAD)
+        packages = {getattr(item, "__module__", "").partition(".")[0] for item in needed} - {"", "builtins", "__main__"}
+        multiprocessing.set_forkserver_preload([*PRELOAD, *sorted(packages)])
         forkserver.ensure_running()
 
 
-def outlive_sigterm(worker: int) -> None:
-    """Launchers send SIGTERM to every process they find; the rank wants to end its step, and needs its batch for that.
+def prepare_worker(worker: int) -> None:
+    """In a worker, before it reads: outlive a SIGTERM, and do not outlive the rank.
 
-    Workers end when the rank tells them to, or within seconds of its death.
+    Launchers send SIGTERM to every process they find, while the rank wants to end its step and save, and needs its
+    batch for that. torch's own watch over the parent sees the fork server there, and that lives as long as its workers.
     """
     for name in ("SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        threading.Thread(target=_end_with, args=(rank.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)
 
 
 def same(item: Any) -> Any:
@@ -51,7 +66,7 @@ def loader_options() -> dict[str, Any]:
     return {
         "batch_size": None,
         "collate_fn": same,
-        "worker_init_fn": outlive_sigterm,
+        "worker_init_fn": prepare_worker,
         "multiprocessing_context": start_method(),
         "prefetch_factor": PREFETCH,
         "persistent_workers": True,

@@ -23,12 +23,17 @@ class LiveStorages(TorchDispatchMode):
     Args:
         granule: every storage is rounded up to this many bytes (512 for CUDA's allocator; 1 for none).
         device: only storages on this kind of device are counted ("cuda", "cpu"); None counts all but "meta".
+        batch: pairs in the batch, a prime that divides no fixed size. Storages whose bytes are a multiple of it grow
+            with the batch, all others do not: one pass then says how many bytes there are for every batch.
     """
 
-    def __init__(self, granule: int = 1, device: str | None = None) -> None:
+    def __init__(self, granule: int = 1, device: str | None = None, batch: int | None = None) -> None:
         super().__init__()
         self.granule = granule
         self.device = device
+        self.batch = batch
+        self.per_pair: dict[str, int] = {}
+        """Of each category, the bytes that grow with the batch, for one pair."""
         self.now = 0
         self.peak = 0
         self.by_category: dict[str, int] = {}
@@ -63,8 +68,8 @@ class LiveStorages(TorchDispatchMode):
         size, old = self._live[key]
         if old != category:
             self._live[key] = (size, category)
-            self.by_category[old] -= size
-            self.by_category[category] = self.by_category.get(category, 0) + size
+            self._add(old, -size)
+            self._add(category, size)
         self.peak = max(self.peak, self.now)
         return size
 
@@ -76,16 +81,27 @@ class LiveStorages(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return
-        size = -(-storage.nbytes() // self.granule) * self.granule
+        size = storage.nbytes()
         if size == 0:
             return
+        if not self._grows(size):
+            size = -(-size // self.granule) * self.granule
         self._live[key] = (size, self.category)
         self.now += size
-        self.by_category[self.category] = self.by_category.get(self.category, 0) + size
+        self._add(self.category, size)
         weakref.finalize(storage, self._drop, key).atexit = False
         self.born(key, size, func)
 
     def _drop(self, key: int) -> None:
         size, category = self._live.pop(key)
         self.now -= size
-        self.by_category[category] -= size
+        self._add(category, -size)
+
+    def _grows(self, size: int) -> bool:
+        return self.batch is not None and size % self.batch == 0
+
+    def _add(self, category: str, size: int) -> None:
+        if self.batch is not None and self._grows(size):
+            self.per_pair[category] = self.per_pair.get(category, 0) + size // self.batch
+        else:
+            self.by_category[category] = self.by_category.get(category, 0) + size

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections import deque
 from itertools import islice
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from disco_ds.data import DataError, TrainStream, merge_states, read_heldout
-from tests.ranks import run_ranks
+from tests.ranks import ROOT, rank_environment, run_ranks
 from tests.shards import data_config, letters, make_shards, noisy, to_tensor
 
 
@@ -58,9 +61,51 @@ def test_two_ranks_with_workers_give_the_batches_of_one_process(tmp_path):
     make_shards(tmp_path, [17, 5, 11, 20])
     alone = stream(str(tmp_path), 0)
     expected = [sorted(rows(next(alone))) for _ in range(6)]
-    results = run_ranks(train_and_resume, 2, str(tmp_path))
+    results = run_ranks(train_and_resume, 2, str(tmp_path), timeout_s=300)
     for number, batch in enumerate(expected):
         assert sorted(row for batches, _, _ in results for row in batches[number]) == batch
     keys = [key for _, rank_keys, _ in results for key in rank_keys]
     assert len(keys) == len(set(keys)) == 53
     assert all("a loader worker died" in said for _, _, said in results)
+
+
+PROGRAM = """
+import os, signal, sys
+from tests.distributed.test_stream_ranks import stream
+if __name__ == "__main__":
+    ours = stream(sys.argv[1], 2)
+    next(ours)
+    workers = [worker.pid for worker in ours._parts._workers]
+    for pid in workers:
+        os.kill(pid, signal.SIGTERM)  # as launchers do; the rank still needs batches to end its step
+    for _ in range(6):
+        next(ours)
+    print(*workers, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_outlive_a_sigterm_and_die_with_their_rank(tmp_path):
+    make_shards(tmp_path, [17, 5, 11, 20])
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {**rank_environment(0, 1), "PYTHONPATH": str(ROOT)}
+    rank = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py"), str(tmp_path)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert rank.stdout is not None
+    workers = [int(pid) for pid in rank.stdout.readline().split()]
+    assert len(workers) == 2
+    assert rank.wait() == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_running(pid) for pid in workers)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,199 @@
+"""What the planner knows of a model, as numbers: the shipped table, and one model's entry. Without torch.
+
+A :class:`Point` says what is alive at one moment of forward or backward. With b pairs in a micro-batch its activations
+are ``per_pair * b + fixed`` bytes, exactly; the peak is the largest over points, whatever lies on top of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TABLE = Path(__file__).with_name("coefficients.json")
+VERSION = 1
+
+
+class Point(NamedTuple):
+    """A moment of a step that can be the highest. Bytes are of activations, gradients on their way and temporaries."""
+
+    per_pair: int
+    fixed: int
+    gradients: int
+    """Elements of parameters whose gradient is complete by then, at least."""
+    gradients_max: int
+    """... and at most: neighbouring moments are kept as one."""
+    input_alive: int
+    """1 while the step itself holds the batch of images and tokens, 0 when nobody needs it any more."""
+
+
+@dataclass
+class Trace:
+    """One model at one precision, checkpointing policy and attention."""
+
+    points: list[Point]
+    end_per_pair: int
+    """Alive when forward has ended (the loss's memory comes on top), per pair, without the batch itself."""
+    end_fixed: int
+    end_input: int
+    """1 if the graph keeps the batch until backward, as fp32 does for the first convolution."""
+    feature_bytes: int
+    """Bytes of one element of the features as the towers give them."""
+    forward_flops: int
+    """Of one pair's forward: products, convolutions and attention."""
+
+    def peak(self, batch: int, input_bytes: int = 0, *, held: bool = False) -> int:
+        """A(b): the highest of activations for ``batch`` pairs, with the batch itself while it is alive.
+
+        ``held``: the caller keeps the batch throughout, as the reference figures do.
+        """
+        return max(
+            p.per_pair * batch + p.fixed + (batch * input_bytes if held or p.input_alive else 0) for p in self.points
+        )
+
+    def end(self, batch: int, input_bytes: int = 0, *, held: bool = False) -> int:
+        """E(b): alive when forward has ended, for ``batch`` pairs."""
+        own = self.end_per_pair * batch + self.end_fixed
+        return own + (batch * input_bytes if held or self.end_input else 0)
+
+
+@dataclass
+class Coefficients:
+    """A model: sizes of its parameters in elements, its batch, and its traces by :func:`trace_key`."""
+
+    name: str
+    parameters: int
+    image_parameters: int
+    largest: int
+    """The largest parameter."""
+    matrices: list[int]
+    """The parameters with weight decay in the optimizer's order: where ZeRO's partitions cut them matters."""
+    vectors: int
+    """All others together."""
+    arrivals: list[int]
+    """Sizes of the parameters in the order in which backward completes their gradients. Negative: of a linear or
+    convolution layer, which DeepSpeed reduces in bf16 under its autocast, in a bucket of its own."""
+    buffer_bytes: int
+    embed_dim: int
+    image_size: list[int]
+    context_length: int
+    traces: dict[str, Trace] = field(default_factory=dict)
+
+    @property
+    def input_bytes(self) -> int:
+        """One pair on the device as the loader gives it: a float32 image, int64 tokens."""
+        return 3 * self.image_size[0] * self.image_size[1] * 4 + self.context_length * 8
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of the table."""
+        entry = asdict(self)
+        entry["traces"] = {
+            key: [
+                [list(p) for p in t.points],
+                t.end_per_pair,
+                t.end_fixed,
+                t.end_input,
+                t.feature_bytes,
+                t.forward_flops,
+            ]
+            for key, t in self.traces.items()
+        }
+        return entry
+
+
+def trace_key(precision: str, checkpointing: str, attention: str = "flash", device: str = "cuda") -> str:
+    """The name of a trace: ``bf16/full``, ``amp/none/math``, ``cpu:fp32/every:2``."""
+    key = f"{precision}/{checkpointing}" + ("" if attention == "flash" else f"/{attention}")
+    return key if device == "cuda" else f"{device}:{key}"
+
+
+def from_json(entry: dict[str, Any]) -> Coefficients:
+    """The inverse of :meth:`Coefficients.to_json`."""
+    traces = {key: Trace([Point(*p) for p in points], *rest) for key, (points, *rest) in entry["traces"].items()}
+    return Coefficients(**{**entry, "traces": traces})
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[str, Any]:
+    """The shipped table, still as JSON: ``models`` by name, and the versions that it was made with."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def shipped(name: str) -> Coefficients | None:
+    """The shipped coefficients of a model, None if there are none. ``/`` and ``-`` are the same in a name."""
+    entry = table()["models"].get(name.replace("/", "-"))
+    return None if entry is None else from_json(entry)
+
+
+def write_table(
+    models: Iterable[Coefficients],
+    versions: dict[str, str],
+    path: Path = TABLE,
+    self_check: dict[str, list[int]] | None = None,
+) -> None:
+    """Write the table, one model a line, sorted by name; ``self_check`` are the probe's figures."""
+    lines = [
+        f"{json.dumps(model.name)}: {json.dumps(model.to_json(), separators=(',', ':'))}"
+        for model in sorted(models, key=lambda model: model.name)
+    ]
+    head = json.dumps({"version": VERSION, "made_with": versions, "self_check": self_check or {}})[:-1]
+    path.write_text(f'{head}, "models": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+
+
+def thin(points: Iterable[Point], total: int, bins: int = 16) -> list[Point]:
+    """The points that can be the highest for some batch of at least one pair, whatever a gradient costs.
+
+    Within a sixteenth of the gradients' arrival, points are compared by activations alone, and the range of
+    ``gradients`` that they stand for is kept; what another point exceeds in every respect is left out.
+    """
+    groups: dict[tuple[int, int], list[Point]] = {}
+    for point in points:
+        share = 0 if point.gradients == 0 else 1 + (point.gradients - 1) * bins // max(total, 1)
+        groups.setdefault((share, point.input_alive), []).append(point)
+    kept: list[Point] = []
+    for members in groups.values():
+        low, high = min(p.gradients for p in members), max(p.gradients_max for p in members)
+        kept += [p._replace(gradients=low, gradients_max=high) for p in _hull(members)]
+    return sorted(p for p in kept if not any(_exceeds(q, p) for q in kept))
+
+
+def _exceeds(q: Point, p: Point) -> bool:
+    """Whether q is above p for every batch and every price of a gradient, held or released."""
+    if q is p or q == p:
+        return False
+    return (
+        q.per_pair >= p.per_pair
+        and q.per_pair + q.fixed >= p.per_pair + p.fixed
+        and q.gradients <= p.gradients
+        and q.gradients_max >= p.gradients_max
+        and q.input_alive >= p.input_alive
+    )
+
+
+def _hull(points: list[Point]) -> list[Point]:
+    """Points that are the maximum of ``per_pair * b + fixed`` for some b >= 1, by increasing slope."""
+    best: dict[int, Point] = {}
+    for point in points:
+        if point.per_pair not in best or best[point.per_pair].fixed < point.fixed:
+            best[point.per_pair] = point
+    hull: list[Point] = []
+    for point in (best[slope] for slope in sorted(best)):
+        while hull and (_value(point, 1) >= _value(hull[-1], 1) or (len(hull) > 1 and _under(hull[-2:], point))):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _value(point: Point, batch: int) -> int:
+    return point.per_pair * batch + point.fixed
+
+
+def _under(pair: list[Point], point: Point) -> bool:
+    """Whether the second of ``pair`` is nowhere above both the first and ``point``."""
+    first, second = pair
+    return (point.fixed - first.fixed) * (second.per_pair - first.per_pair) >= (second.fixed - first.fixed) * (
+        point.per_pair - first.per_pair
+    )

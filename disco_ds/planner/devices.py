@@ -1,0 +1,106 @@
+"""GPUs and how much of their memory a process can use, and sizes as people write them. GiB unless a name says GB.
+
+What a card is sold as and what CUDA reports differ: a 40 GB A100 has 39.39 GiB, a 24 GB RTX 4090 has 23.53.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from disco_ds.errors import ConfigError, nearest
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU."""
+
+    name: str
+    sold_gb: int
+    usable_gib: float
+    """Total memory as CUDA reports it."""
+    tflops: float
+    """Dense bf16 matrix products, from the data sheet; the ranking of settings uses it."""
+    hopper: bool = False
+
+    @property
+    def usable_bytes(self) -> int:
+        """Total memory in bytes."""
+        return int(self.usable_gib * GIB)
+
+    def runtime_bytes(self, gpus: int) -> int:
+        """What a process holds before its first tensor: CUDA context, cuBLAS's workspaces, NCCL's communicator."""
+        context = int(0.5 * GIB)
+        cublas = (8 + (32 if self.hopper else 4)) * 2**20
+        return context + cublas + (int(0.65 * GIB) if gpus > 1 else 0)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("V100-16G", 16, 15.77, 125),
+        Device("V100-32G", 32, 31.74, 125),
+        Device("T4", 16, 14.56, 65),
+        Device("RTX3090", 24, 23.69, 71),
+        Device("RTX4090", 24, 23.53, 165),
+        Device("RTX5090", 32, 31.36, 210),
+        Device("A10G", 24, 22.19, 70),
+        Device("L4", 24, 22.03, 121),
+        Device("L40S", 48, 44.42, 362),
+        Device("A40", 48, 44.42, 150),
+        Device("A6000", 48, 47.43, 155),
+        Device("A100-40G", 40, 39.39, 312),
+        Device("A100-80G", 80, 79.15, 312),
+        Device("A800-80G", 80, 79.15, 312),
+        Device("H100", 80, 79.10, 989, hopper=True),
+        Device("H200", 141, 139.80, 989, hopper=True),
+        Device("GH200-96G", 96, 94.50, 989, hopper=True),
+        Device("B200", 180, 178.35, 2250, hopper=True),
+    )
+}
+"""Usable memory as torch.cuda.mem_get_info reports it on an idle device of that kind."""
+
+_SOLD_AS = {16: "V100-16G", 24: "RTX4090", 32: "V100-32G", 40: "A100-40G", 48: "L40S", 80: "H100", 96: "GH200-96G",
+            141: "H200", 180: "B200"}  # fmt: skip
+
+
+def device_named(name: str) -> Device:
+    """The device of ``--gpu``.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    for known, device in DEVICES.items():
+        if known.lower() == name.lower():
+            return device
+    raise ConfigError(f"--gpu {name}: not in the table.{nearest(name, list(DEVICES))} Known: {', '.join(DEVICES)}")
+
+
+def device_with(memory: str) -> Device:
+    """The device of ``--mem``: "40G" is one sold as 40 GB, "39.4GiB" or "39.4Gi" is exactly that much.
+
+    The usable part of a size that no card is sold with lies between those of its neighbours.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(G|GB|Gi|GiB)?\s*", memory, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"--mem {memory}: expected a size such as 40G (a device sold as 40 GB) or 39.4GiB")
+    size, unit = float(match[1]), (match[2] or "G").lower()
+    if unit in ("gi", "gib"):
+        return Device(f"{size:g} GiB", round(size), size, 312)
+    if size in _SOLD_AS:
+        return replace(DEVICES[_SOLD_AS[int(size)]], name=f"{size:g} GB device")
+    return Device(f"{size:g} GB device", round(size), _usable_gib(size), 312)
+
+
+def _usable_gib(size: float) -> float:
+    known = [(0.0, 0.0), *((float(gb), DEVICES[name].usable_gib) for gb, name in _SOLD_AS.items())]
+    for (low, low_gib), (high, high_gib) in pairwise(known):
+        if low <= size <= high:
+            return low_gib + (high_gib - low_gib) * (size - low) / (high - low)
+    return known[-1][1] * size / known[-1][0]

@@ -1,0 +1,101 @@
+"""What a ds_config decides of a plan: stage, batch keys, precision, buckets, offload. Without torch and DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from disco_ds.errors import ConfigError
+from disco_ds.planner.coefficients import Coefficients
+from disco_ds.planner.memory import Buckets, default_buckets
+
+AUTO = ("auto", None)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The content of a ds_config.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--ds-config {path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError(f"--ds-config {path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--ds-config {path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def choices(content: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """Fields of :class:`~disco_ds.planner.search.Request` that the ds_config decides; "auto" decides nothing.
+
+    Raises:
+        ConfigError: a batch key that is not a number, or a stage that there is not.
+    """
+    found: dict[str, Any] = {}
+    zero = content.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"--ds-config: zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
+    found["zero"] = stage
+    if content.get("bf16", {}).get("enabled") is True:
+        found["precision"] = "bf16"
+    elif content.get("torch_autocast", {}).get("enabled") is True:
+        found["precision"] = "amp"
+    elif content.get("bf16", {}).get("enabled") is False:
+        found["precision"] = "fp32"
+    total = _number(content, "train_batch_size")
+    micro = _number(content, "train_micro_batch_size_per_gpu")
+    steps = _number(content, "gradient_accumulation_steps")
+    if total is None and micro is not None:
+        total = micro * (steps or 1) * gpus
+    if total is not None and micro is None and steps is not None:
+        if total % (steps * gpus):
+            raise ConfigError(
+                f"--ds-config: train_batch_size {total} does not divide by gradient_accumulation_steps {steps} x "
+                f"--gpus {gpus}"
+            )
+        micro = total // (steps * gpus)
+    if total is not None:
+        found["global_batch"] = total
+    if micro is not None:
+        found["micro_batch"] = micro
+    if zero.get("offload_param", {}).get("device", "none") != "none":
+        found["offload"] = "all"
+    elif zero.get("offload_optimizer", {}).get("device", "none") != "none":
+        found["offload"] = "optimizer"
+    return found
+
+
+def _number(content: dict[str, Any], key: str) -> int | None:
+    value = content.get(key)
+    if value in AUTO:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f'--ds-config: {key}: expected a positive number or "auto", found {value!r}')
+    return value
+
+
+def buckets(content: dict[str, Any], model: Coefficients, device: str = "cuda") -> Buckets:
+    """The bucket sizes of a ds_config; DeepSpeed's own defaults for keys that are not there.
+
+    DeepSpeed's default reduce_bucket_size is 5e8 elements, and it is allocated whole whatever the model's size.
+    """
+    zero = content.get("zero_optimization", {})
+    ours = default_buckets(model, device)
+    overlap = zero.get("overlap_comm", zero.get("stage") == 3)
+
+    def size(key: str, auto: int, default: int) -> int:
+        value = zero.get(key, default)
+        return auto if value == "auto" else int(value)
+
+    return Buckets(
+        reduce=size("reduce_bucket_size", ours.reduce, 500_000_000),
+        max_live=size("stage3_max_live_parameters", ours.max_live, 1_000_000_000),
+        reuse_distance=size("stage3_max_reuse_distance", ours.reuse_distance, 1_000_000_000),
+        overlap=ours.overlap if overlap in AUTO else bool(overlap),
+    )

@@ -1,0 +1,375 @@
+"""What one training step takes on one GPU: the terms, and which moment of the step is the highest. Without torch.
+
+    peak = runtime + states + f * max over moments of (activations + features + loss)
+
+A step has few moments that can be highest: a point of forward or backward (:class:`Point`, with the gradients that have
+arrived by then), the loss on top of what forward left, the reduction of the last gradients, the gradient norm and the
+optimizer. What DeepSpeed (0.19.8) holds at each was measured on real steps, storage by storage; ``docs/planner.md`` has
+the table. Bytes everywhere; P parameters, N GPUs, q elements of a reduction bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from disco_ds.loss_memory import loss_bytes
+from disco_ds.planner.coefficients import Coefficients, Point, Trace, trace_key
+
+GIB = 2**30
+MIB = 2**20
+CATEGORIES = (
+    "runtime", "parameters", "gradients", "optimizer", "buckets", "features", "loss", "activations", "fragmentation",
+)  # fmt: skip
+ALLREDUCE_ELEMENTS = 500_000_000
+"""DeepSpeed's stage 0 flattens this many gradients at a time for the all-reduce."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes in a ds_config's zero_optimization, in elements."""
+
+    reduce: int
+    max_live: int
+    reuse_distance: int
+    overlap: bool
+
+
+def default_buckets(model: Coefficients, device: str = "cuda") -> Buckets:
+    """What :func:`disco_ds.ds_config.fill_buckets` puts in place of "auto", and DeepSpeed's own for the rest."""
+    bucket = max(model.largest, min(model.parameters, 50_000_000))
+    return Buckets(
+        reduce=bucket + bucket % 2,
+        max_live=max(2 * model.largest, model.parameters // 4),
+        reuse_distance=1_000_000_000,
+        overlap=device == "cuda",
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained: everything but the batch."""
+
+    gpus: int
+    zero: int = 2
+    precision: str = "bf16"
+    checkpointing: str = "none"
+    loss: str = "one_block"
+    attention: str = "flash"
+    offload: str = "none"
+    """"none", "optimizer" (masters and moments on the host) or "all" (stage 3: parameters too)."""
+    tile: int | None = None
+    keep_logits: bool | str = "auto"
+    device: str = "cuda"
+    runtime_bytes: int = 0
+    fragmentation: float = 1.0
+    buckets: Buckets | None = None
+
+    @property
+    def trace_key(self) -> str:
+        """Which of a model's traces this is."""
+        return trace_key(self.precision, self.checkpointing, self.attention, self.device)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """One parameter's working copy."""
+        return 2 if self.precision == "bf16" else 4
+
+
+@dataclass
+class Moment:
+    """One moment of a step and the bytes of each category in it."""
+
+    name: str
+    bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All categories together."""
+        return sum(self.bytes.values())
+
+
+@dataclass
+class Prediction:
+    """The memory of one step."""
+
+    setup: Setup
+    per_gpu_batch: int
+    micro_batch: int
+    peak: Moment
+    moments: dict[str, Moment] = field(default_factory=dict)
+    """The highest of each kind: "forward and backward", "loss", "reduction", "gradient norm", "optimizer"."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest total."""
+        return self.peak.total
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step."""
+        return self.per_gpu_batch // self.micro_batch
+
+    @property
+    def binding(self) -> str:
+        """The largest category at the peak."""
+        return max(self.peak.bytes, key=lambda name: self.peak.bytes[name])
+
+
+def predict(model: Coefficients, setup: Setup, per_gpu_batch: int, micro_batch: int | None = None) -> Prediction:
+    """The memory of a step with ``per_gpu_batch`` pairs on each GPU, cut into micro-batches (None: whole).
+
+    Raises:
+        ValueError: the batch does not divide by the micro-batch, or is not positive.
+        KeyError: the model has no trace for this setup.
+    """
+    micro = per_gpu_batch if micro_batch is None else micro_batch
+    if per_gpu_batch < 1 or micro < 1 or per_gpu_batch % micro:
+        raise ValueError(f"a batch of {per_gpu_batch} cannot be cut into micro-batches of {micro}")
+    step = _Step(model, setup, model.traces[setup.trace_key], per_gpu_batch, micro)
+    highest: dict[str, Moment] = {}
+    for moment in step.moments():
+        if moment.name not in highest or moment.total > highest[moment.name].total:
+            highest[moment.name] = moment
+    peak = max(highest.values(), key=lambda moment: moment.total)
+    return Prediction(setup, per_gpu_batch, micro, peak, highest)
+
+
+class _Step:
+    """The moments of one step."""
+
+    def __init__(self, model: Coefficients, setup: Setup, trace: Trace, batch: int, micro: int) -> None:
+        self.model, self.setup, self.trace = model, setup, trace
+        self.batch, self.micro, self.cuts = batch, micro, batch // micro
+        self.buckets = setup.buckets or default_buckets(model, setup.device)
+        self.held = setup.device == "cpu"
+        self.p = model.parameters
+        self.share = -(-self.p // setup.gpus) if setup.zero else self.p
+        self.size = setup.parameter_bytes
+        self.owned = owned_gradients(model, setup.gpus) if setup.zero in (1, 2) else self.p
+        self.base = self._base()
+        self.full, self.last = full_buckets(model, self.buckets.reduce, setup.precision)
+
+    def moments(self) -> Iterator[Moment]:
+        """All moments that can be highest."""
+        for point in self.trace.points:
+            yield self._moment("forward and backward", self._activations(point), self._arriving(point))
+        yield self._loss()
+        if self.setup.gpus > 1 or self.setup.zero:
+            yield self._moment("reduction", {}, self._reduction())
+        yield self._moment("gradient norm", {}, self._norm())
+        yield self._moment("optimizer", {}, self._optimizer())
+
+    def _moment(self, name: str, *terms: dict[str, int]) -> Moment:
+        total = dict.fromkeys(CATEGORIES, 0)
+        for term in (self.base, *terms):
+            for category, size in term.items():
+                total[category] += int(size)
+        moving = total["activations"] + total["features"] + total["loss"]
+        total["fragmentation"] = int((self.setup.fragmentation - 1) * moving)
+        return Moment(name, total)
+
+    def _base(self) -> dict[str, int]:
+        """What is there at every moment."""
+        setup, p, share = self.setup, self.p, self.share
+        host = setup.offload in ("optimizer", "all")
+        masters = 0 if setup.zero == 0 and self.size == 4 else 4
+        base = {
+            "runtime": setup.runtime_bytes,
+            "parameters": self.size * (share if setup.zero == 3 else p) + self.model.buffer_bytes,
+            "optimizer": 0 if host else (masters + 8) * share,
+            "gradients": 0,
+            "buckets": 0,
+        }
+        if setup.zero == 3:
+            if setup.offload == "all":
+                base["parameters"] -= self.size * share
+            base["gradients"] = 0 if host else self.size * share
+            base["buckets"] = self.buckets.reduce * self._bucket_bytes()
+        if host:
+            base["buckets"] += self.model.largest * self.size  # where gradients wait for their copy to the host
+        return base
+
+    def _bucket_bytes(self) -> int:
+        """Bytes of a reduction bucket's element; under autocast there is a second bucket for what goes in bf16."""
+        if self.setup.precision == "bf16":
+            return 2
+        if self.setup.precision == "fp32":
+            return 4
+        return 6 if self.setup.zero == 3 else 8
+
+    def _input(self, pairs: int) -> int:
+        return pairs * self.model.input_bytes
+
+    def _features(self) -> int:
+        """Two features a pair, of the whole rank's batch."""
+        return 2 * self.batch * self.model.embed_dim * self.trace.feature_bytes
+
+    def _activations(self, point: Point) -> dict[str, int]:
+        activations = point.per_pair * self.micro + point.fixed
+        if self.held:
+            activations += self._input(self.batch)  # on a CPU the loader's batch is the step's own
+        elif point.input_alive:
+            activations += self._input(self.micro)
+        return {"activations": activations, "features": self._features()}  # the loss's gradient for each feature
+
+    def _loss(self) -> Moment:
+        """The loss on top of what forward has left."""
+        setup = self.setup
+        dtype = "float32" if self.trace.feature_bytes == 4 else "bfloat16"
+        loss = loss_bytes(
+            self.batch, self.batch * setup.gpus, self.model.embed_dim, setup.tile, dtype, setup.keep_logits, setup.loss,
+            setup.device,
+        )  # fmt: skip
+        terms = {"loss": loss}
+        if self.cuts == 1:
+            terms["activations"] = self.trace.end(self.micro, self.model.input_bytes, held=self.held)
+        else:
+            # the micro-batches' features, and the same in one piece
+            terms["features"] = 2 * self._features()
+            terms["activations"] = self._input(self.batch) if self.held else 0
+        return self._moment("loss", terms, self._gathered(0))
+
+    def _gathered(self, done: int) -> dict[str, int]:
+        """Stage 3: whole parameters that are gathered, beyond the rank's own part.
+
+        One that is used again within ``stage3_max_reuse_distance`` elements is kept: at DeepSpeed's 1e9 that is every
+        parameter of most CLIPs, from forward until its gradient is done.
+        """
+        if self.setup.zero != 3:
+            return {}
+        if self.buckets.reuse_distance >= self.p and self.cuts == 1:
+            return {"parameters": self.size * max(self.p - done, 0)}
+        # prefetched ones exist twice for a moment: as they arrive, and in their places
+        return {"parameters": self.size * min(self.p, 2 * self.buckets.max_live)}
+
+    def _arriving(self, point: Point) -> dict[str, int]:
+        """Gradients and buckets at a point of the last micro-batch's forward and backward."""
+        setup = self.setup
+        done = point.gradients if setup.zero == 3 else point.gradients_max
+        before = self.cuts > 1
+        if setup.zero == 0:
+            return {"gradients": self.size * (self.p if before else done)}
+        if setup.offload in ("optimizer", "all") and setup.zero < 3:
+            return {"buckets": self._stage_2_buckets() if done else 0}
+        if setup.zero == 1:
+            whole = self.size * (self.p if before else done)
+            return {"gradients": whole, "buckets": self._stage_2_buckets() if done else 0}
+        flat = max(
+            (self._flat_copy(held) for at, held in self.full if point.gradients <= at <= point.gradients_max), default=0
+        )
+        if setup.zero == 3:
+            return {**self._gathered(done), "buckets": flat}
+        reduced = any(at <= done for at, _ in self.full)
+        buckets = flat + (self._stage_2_buckets() if done else 0)
+        return {"gradients": self.size * self.owned * (before + reduced), "buckets": buckets}
+
+    def _stage_2_buckets(self) -> int:
+        return self.buckets.reduce * self._bucket_bytes() * (2 if self.buckets.overlap else 1)
+
+    def _flat_copy(self, held: Held) -> int:
+        """The flat copy of a bucket's gradients that goes to the other ranks."""
+        if self.setup.precision == "amp":  # one bucket at a time; that of bf16 is cast once more
+            return max(6 * held.low, 4 * held.other)
+        copies = 2 if self.setup.zero == 3 and self.setup.device == "cpu" else 1  # gloo reduces in a copy of its own
+        return copies * (held.low + held.other) * self.size
+
+    def _reduction(self) -> dict[str, int]:
+        """The end of backward: the last gradients are on their way."""
+        setup, p, q = self.setup, self.p, self.buckets.reduce
+        if setup.zero == 0:
+            flat = self.size * min(p, ALLREDUCE_ELEMENTS)
+            return {"gradients": self.size * p, "buckets": flat}
+        if setup.zero == 3:
+            return {"buckets": self._flat_copy(self.last)}
+        buckets = self._stage_2_buckets()
+        if setup.offload in ("optimizer", "all"):
+            return {"buckets": buckets + self._flat_copy(self.last)}
+        owned = self.size * self.owned
+        if setup.zero == 1:
+            # whole gradients until they are in a bucket; then those not yet there, the flat copy and the rank's own
+            first = self.full[0][1] if self.full else self.last
+            after_first = self.size * max(p - q, 0) + self._flat_copy(first) + owned
+            return {"gradients": max(self.size * p, after_first), "buckets": buckets}
+        return {"gradients": owned * min(self.cuts, 2), "buckets": buckets + self._flat_copy(self.last)}
+
+    def _gradients_done(self) -> dict[str, int]:
+        """Gradients after backward, beyond what stage 3 always holds."""
+        if self.setup.zero == 3 or self.setup.offload in ("optimizer", "all"):
+            return {}
+        return {"gradients": self.size * (self.p if self.setup.zero == 0 else self.owned)}
+
+    def _norm(self) -> dict[str, int]:
+        """The gradient norm: DeepSpeed takes it of each gradient in float64."""
+        done = self._gradients_done()
+        if self.setup.zero and self.setup.offload == "none":
+            done["optimizer"] = 8 * min(self.model.largest, self.share if self.setup.zero == 3 else self.owned)
+        return done
+
+    def _optimizer(self) -> dict[str, int]:
+        """The optimizer's step: gradients in fp32, and its temporaries where it is not fused."""
+        setup = self.setup
+        terms = self._gradients_done()
+        if setup.offload in ("optimizer", "all"):
+            return terms
+        updated = self.model.largest if setup.zero == 0 else -(-max(self._groups()) // setup.gpus)
+        flat = 4 * updated if setup.zero else (4 * self.p if self.size == 2 else 0)
+        if setup.zero in (1, 2) and self.size == 2 and setup.device == "cuda":
+            flat += 2 * updated  # flat in bf16 for a moment before it is flat in fp32
+        temporaries = 2 * 4 * updated if setup.device == "cpu" else 0
+        terms["optimizer"] = flat + temporaries
+        return terms
+
+    def _groups(self) -> tuple[int, int]:
+        return sum(self.model.matrices), self.model.vectors
+
+
+class Held(NamedTuple):
+    """Elements in a reduction bucket: those that autocast reduces in bf16, and the others."""
+
+    low: int
+    other: int
+
+
+def full_buckets(model: Coefficients, bucket: int, precision: str) -> tuple[list[tuple[int, Held]], Held]:
+    """When a reduction bucket is full before backward has ended, with what is in it; and what is left at the end.
+
+    The moment is given in elements whose gradient is complete by then. The gradient that does not fit any more waits
+    outside. Under autocast there are two buckets, without it one.
+    """
+    inside = {True: 0, False: 0}
+    done, moments = 0, []
+    for size in model.arrivals:
+        low = precision == "amp" and size < 0
+        if inside[low] + abs(size) > bucket and inside[low]:
+            moments.append((done, Held(inside[low], 0) if low else Held(0, inside[low])))
+            inside[low] = 0
+        inside[low] += abs(size)
+        done += abs(size)
+    return moments, Held(inside[True], inside[False])
+
+
+def owned_gradients(model: Coefficients, gpus: int) -> int:
+    """Elements of the gradients that the rank with the most of them keeps at stages 1 and 2.
+
+    Partitions are cut from the flat row of parameters; one that a cut goes through is kept whole on both sides.
+    """
+    total = sum(model.matrices)
+    share = -(-total // gpus)
+    most = start = 0
+    ends: list[tuple[int, int]] = []
+    for size in model.matrices:
+        ends.append((start, start + size))
+        start += size
+    first = 0
+    for rank in range(min(gpus, -(-total // max(share, 1)))):
+        low, high = rank * share, min((rank + 1) * share, total)
+        while ends[first][1] <= low:
+            first += 1
+        own, index = 0, first
+        while index < len(ends) and ends[index][0] < high:
+            own += ends[index][1] - ends[index][0]
+            index += 1
+        most = max(most, own)
+    return most + -(-model.vectors // gpus)

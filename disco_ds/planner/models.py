@@ -1,0 +1,149 @@
+"""Coefficients for whatever model is asked for: from the shipped table, or traced on the spot. Torch only then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from disco_ds.errors import ConfigError
+from disco_ds.planner.coefficients import Coefficients, shipped, trace_key
+
+Progress = Callable[[str], None]
+
+SHIPPED_MODELS = (
+    "ViT-S-32", "ViT-S-16", "ViT-M-32", "ViT-M-16", "ViT-B-32", "ViT-B-32-quickgelu", "ViT-B-16", "ViT-B-16-plus-240",
+    "ViT-L-14", "ViT-L-14-336", "ViT-H-14", "ViT-g-14", "ViT-bigG-14", "RN50", "RN101", "RN50x4", "convnext_base",
+    "convnext_base_w", "convnext_large_d", "ViT-B-16-SigLIP", "ViT-L-16-SigLIP-256", "ViT-SO400M-14-SigLIP",
+    "MobileCLIP-S1", "MobileCLIP-B", "EVA02-B-16", "EVA02-L-14", "ViTamin-S", "ViTamin-B", "ViTamin-L",
+    "coca_ViT-B-32", "coca_ViT-L-14",
+)  # fmt: skip
+SHIPPED_TRACES = tuple(
+    (precision, checkpointing) for precision in ("bf16", "amp") for checkpointing in ("none", "full", "every:2", "ops")
+)
+
+
+def say(message: str) -> None:
+    """Progress goes to stderr: stdout is the answer."""
+    print(message, file=sys.stderr, flush=True)
+
+
+class ModelSource:
+    """A model whose traces are fetched as they are asked for.
+
+    Args:
+        name: an open_clip name, "demo", or a path to an open_clip JSON.
+        progress: told when something is traced, since that takes seconds.
+        changes: fields of ModelConfig that differ from the defaults (``config``, ``freeze``, ``patch_dropout``); with
+            any of them the shipped table does not apply.
+        image_size: pixels, where it differs from the model's own.
+        context_length: tokens, where it differs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        progress: Progress = say,
+        changes: dict[str, Any] | None = None,
+        image_size: int | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        self.name = name
+        self.progress = progress
+        self.changes = {key: value for key, value in (changes or {}).items() if value not in (None, "none")}
+        self.image_size, self.context_length = image_size, context_length
+        own = not self.changes and image_size is None and context_length is None
+        self.known = shipped(name) if own else None
+        self._traced_config: dict[str, Any] | None = None
+
+    def has(self, key: str) -> bool:
+        """Whether a trace is there without running one."""
+        return self.known is not None and key in self.known.traces
+
+    def get(self, precision: str, checkpointing: str, attention: str = "flash", device: str = "cuda") -> Coefficients:
+        """The model's coefficients with this trace in them.
+
+        Raises:
+            ConfigError: the model cannot be built, or the policy does not fit it.
+        """
+        key = trace_key(precision, checkpointing, attention, device)
+        if self.known is None or key not in self.known.traces:
+            self._trace(key, precision, checkpointing, attention, device)
+        assert self.known is not None
+        return self.known
+
+    def _trace(self, key: str, precision: str, checkpointing: str, attention: str, device: str) -> None:
+        self.progress(f"tracing {self.name}, {key} (not in the shipped table; a few seconds, no GPU needed) ...")
+        started = time.monotonic()
+        from disco_ds.planner.trace import coefficients
+
+        found = coefficients(self._config(checkpointing), precision, attention=attention, device=device)
+        if self.known is None:
+            self.known = found
+        else:
+            self.known.traces.update(found.traces)
+        self.progress(f"traced in {time.monotonic() - started:.1f} s")
+
+    def _config(self, checkpointing: str) -> Any:
+        from disco_ds.config import ModelConfig
+
+        fields = {"name": self.name, "checkpointing": checkpointing, **self.changes}
+        if self.image_size is None and self.context_length is None:
+            return ModelConfig(**fields)
+        if self._traced_config is None:
+            self._traced_config = self._resized(fields.get("config"))
+        return ModelConfig(**{**fields, "name": Path(self.name).stem, "config": self._traced_config})
+
+    def _resized(self, config: dict[str, Any] | None) -> dict[str, Any]:
+        import copy
+
+        import open_clip
+
+        from disco_ds.config import ModelConfig
+        from disco_ds.model import _registered_name
+
+        if config is None:
+            config = open_clip.get_model_config(_registered_name(ModelConfig(name=self.name)))
+        if config is None:
+            raise ConfigError(f"--model {self.name}: open_clip has no configuration of it")
+        config = copy.deepcopy(config)
+        if self.image_size is not None:
+            config["vision_cfg"]["image_size"] = self.image_size
+        if self.context_length is not None:
+            config["text_cfg"]["context_length"] = self.context_length
+        return config
+
+
+def trace_shipped(
+    names: Sequence[str] = SHIPPED_MODELS, progress: Progress = say
+) -> tuple[list[Coefficients], dict[str, str]]:
+    """Trace the models of the shipped table anew; a model that cannot be built here is skipped with a message.
+
+    Returns:
+        The models, and the versions they were made with.
+    """
+    import open_clip
+    import torch
+
+    from disco_ds.config import ModelConfig
+    from disco_ds.planner.trace import coefficients
+
+    made: list[Coefficients] = []
+    for name in names:
+        started, model = time.monotonic(), None
+        try:
+            for precision, checkpointing in SHIPPED_TRACES:
+                found = coefficients(ModelConfig(name=name, checkpointing=checkpointing), precision)
+                if model is None:
+                    model = found
+                else:
+                    model.traces.update(found.traces)
+        except (ConfigError, RuntimeError, ValueError) as error:
+            progress(f"{name}: skipped: {error}")
+            continue
+        assert model is not None
+        made.append(model)
+        progress(f"{name}: {len(model.traces)} traces in {time.monotonic() - started:.0f} s")
+    return made, {"torch": torch.__version__, "open_clip": open_clip.__version__}

@@ -1,0 +1,217 @@
+"""Plans as people and as programs read them: text of at most 100 columns, and JSON with a version. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from disco_ds.planner.coefficients import table
+from disco_ds.planner.memory import CATEGORIES, GIB
+from disco_ds.planner.search import MODEL_FLOPS_SHARE, Plan, Planner, Request, batch_per_gpu, changed
+
+SCHEMA = "disco-plan/1"
+"""The version in ``--json``: the number changes when a field changes its meaning or goes."""
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB with two decimals."""
+    return f"{size / GIB:.2f}"
+
+
+def policy_words(policy: str) -> str:
+    """A checkpointing policy in a sentence."""
+    return {"none": "no checkpointing", "full": "full checkpointing"}.get(policy, f"checkpointing {policy}")
+
+
+def settings(plan: Plan) -> str:
+    """The settings of a plan in one line."""
+    setup, request = plan.setup, plan.request
+    words = [f"ZeRO {setup.zero}", setup.precision, policy_words(setup.checkpointing), f"loss {setup.loss}"]
+    if setup.offload != "none":
+        words.append(f"offload {setup.offload}")
+    if setup.attention != "flash":
+        words.append(f"{setup.attention} attention")
+    return ", ".join(words) + f", on {request.gpus} x {request.device.name}"
+
+
+def cut(plan: Plan) -> str:
+    """How a batch is cut: GPUs x micro-batch x accumulation."""
+    prediction = plan.prediction
+    text = f"{plan.setup.gpus} GPUs x {prediction.micro_batch}"
+    if prediction.accumulation > 1:
+        text += f" x {prediction.accumulation} micro-batches (cached gradients)"
+    return text
+
+
+def headline(plan: Plan, name: str) -> list[str]:
+    """The answer, in two lines."""
+    request, prediction = plan.request, plan.prediction
+    asked = request.global_batch is not None or request.per_gpu_batch is not None
+    verb = "fits" if plan.fits else "does not fit"
+    what = "batch" if asked or not plan.fits else "largest batch"
+    first = f"{name}: {what} {plan.global_batch} = {cut(plan)} {verb}: {gib(prediction.peak_bytes)} of "
+    first += f"{gib(request.limit_bytes)} GiB"
+    return [first, f"with {settings(plan)}"]
+
+
+def breakdown(plan: Plan) -> list[str]:
+    """Bytes by category at the highest moment, and the other moments."""
+    prediction, limit = plan.prediction, plan.request.limit_bytes
+    lines = [f"highest moment: {prediction.peak.name}; bytes in GiB (2^30)"]
+    for name in CATEGORIES:
+        size = prediction.peak.bytes[name]
+        bar = "#" * round(40 * max(size, 0) / max(limit, 1))
+        mark = "  <- binds" if name == prediction.binding else ""
+        lines.append(f"  {name:<14}{gib(size):>8}  {bar[:44]}{mark}")
+    lines.append(
+        f"  {'total':<14}{gib(prediction.peak_bytes):>8}  of {gib(limit)}; headroom {gib(plan.headroom_bytes)}"
+    )
+    others = [
+        f"{moment.name} {gib(moment.total)}" for moment in prediction.moments.values() if moment is not prediction.peak
+    ]
+    return [*lines, f"other moments: {', '.join(others)}"]
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """What the answer rests on."""
+    setup, request = plan.setup, plan.request
+    notes = [
+        f"{request.device.name}: {request.device.usable_gib:.2f} GiB usable"
+        + (f", less a reserve of {gib(request.reserve_bytes)} GiB" if request.reserve_bytes else ""),
+        f"runtime {gib(setup.runtime_bytes)} GiB: CUDA context, cuBLAS"
+        + (", one NCCL communicator" if setup.gpus > 1 else ""),
+        f"fragmentation: activations, features and loss x {request.fragmentation:.2f} (--frag)",
+        'AdamW in fp32, fused; buckets as disco_ds fills "auto"' if request.buckets is None
+        else "buckets from --ds-config",
+        f"attention: {setup.attention}",
+        f"step time {plan.step_s:.2f} s is an estimate to rank settings by: {MODEL_FLOPS_SHARE:.0%} of "
+        f"{request.device.tflops:g} TFLOP/s, collectives at {request.bandwidth_gb_s:g} GB/s, not overlapped",
+    ]  # fmt: skip
+    if setup.checkpointing == "offload":
+        notes.append("offload: what blocks keep goes to pinned host memory, which is not counted here")
+    if setup.zero == 3 and setup.precision == "amp":
+        notes.append("ZeRO 3 under amp: counts bf16 copies of weights that DeepSpeed's linear layers do not keep")
+    return notes
+
+
+def what_if(planner: Planner, plan: Plan, count: int = 3) -> list[str]:
+    """The single changes that move the answer most, as sentences, largest first."""
+    request, setup = plan.request, plan.setup
+    # everything that was left open is pinned to the answer's choice, then one thing changes
+    pinned = changed(request, zero=setup.zero, checkpointing=setup.checkpointing, global_batch=None, per_gpu_batch=None)
+    base = planner.largest(pinned)
+    options: list[tuple[str, Request]] = []
+    for policy in planner.policies(changed(request, checkpointing="auto")):
+        if policy != setup.checkpointing:
+            options.append((policy_words(policy), changed(pinned, checkpointing=policy)))
+    for stage in (0, 1, 2, 3) if setup.offload == "none" else ():
+        if stage != setup.zero:
+            options.append((f"ZeRO {stage}", changed(pinned, zero=stage)))
+    for loss in ("one_block", "disco", "clip"):
+        if loss != setup.loss:
+            options.append((f"loss {loss}", changed(pinned, loss=loss)))
+    found: list[tuple[float, str]] = []
+    start = base.prediction.per_gpu_batch if base.fits else 0
+    for words, other in options:
+        there = planner.largest(other)
+        reached = there.prediction.per_gpu_batch if there.fits else 0
+        change = abs(reached - start) / max(min(reached, start), 1)
+        if change > 0.02:
+            slower = there.step_s / max(reached, 1) / (base.step_s / max(start, 1)) - 1 if start and reached else 0.0
+            pace = f", about {abs(slower):.0%} {'more' if slower > 0 else 'less'} time a pair" if slower else ""
+            found.append((change, f"{words}: {start} -> {reached} pairs per GPU{pace}"))
+    return [text for _, text in sorted(found, key=lambda item: -item[0])[:count]]
+
+
+def alternatives(planner: Planner, plan: Plan) -> list[str]:
+    """What cached gradients would make of it."""
+    request, setup, prediction = plan.request, plan.setup, plan.prediction
+    if request.micro_batch is not None or prediction.accumulation > 1 or not plan.fits:
+        return []
+    lines = []
+    if prediction.per_gpu_batch < request.min_micro_batch:
+        lines.append(
+            f"note: {prediction.per_gpu_batch} pairs at a time feed a GPU badly (--min-micro-batch "
+            f"{request.min_micro_batch})"
+        )
+    micro = prediction.per_gpu_batch * 3 // 4 // 8 * 8
+    for times in (16, 8, 4, 2):
+        if micro < min(request.min_micro_batch, prediction.per_gpu_batch):
+            break
+        cached = planner.plan(request, setup, micro * times, micro)
+        if cached.fits:
+            lines += [
+                f"cached gradients go further, with every forward pass done twice: {cached.global_batch} =",
+                f"  {cut(cached)}, {gib(cached.prediction.peak_bytes)} GiB",
+            ]
+            break
+    return lines
+
+
+def text_report(planner: Planner, plan: Plan, name: str, near: Plan | None = None) -> str:
+    """The whole answer for people; ``near`` is what does fit, where the plan does not."""
+    lines = headline(plan, name)
+    if near is not None:
+        lines += ["nearest that fits: " + headline(near, name)[0].partition(": ")[2], "  " + headline(near, name)[1]]
+    lines += ["", *breakdown(plan), ""]
+    changes = what_if(planner, plan)
+    if changes:
+        lines += ["what would change the largest batch most:", *(f"  {line}" for line in changes)]
+    lines += alternatives(planner, plan)
+    lines += ["", "assumed:", *(f"  {line}" for line in assumptions(plan))]
+    return "\n".join(lines)
+
+
+def compare(planner: Planner, request: Request, losses: Sequence[str] = ("one_block", "disco", "clip")) -> str:
+    """ZeRO x checkpointing x loss: the largest batch of each, or the peak where a batch was given."""
+    given = request.global_batch is not None or request.per_gpu_batch is not None
+    stages = (0, 1, 2, 3) if request.offload == "none" else (2, 3)
+    head = "peak in GiB, * over the device" if given else "largest batch per GPU"
+    lines = [f"{head}, {request.precision}, {request.gpus} x {request.device.name}"]
+    lines.append(f"  {'checkpointing':<14}{'loss':<12}" + "".join(f"{f'ZeRO {stage}':>12}" for stage in stages))
+    for policy in planner.policies(changed(request, checkpointing="auto")):
+        for loss in losses:
+            cells = [_cell(planner, changed(request, zero=s, checkpointing=policy, loss=loss), given) for s in stages]
+            lines.append(f"  {policy:<14}{loss:<12}" + "".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _cell(planner: Planner, request: Request, given: bool) -> str:
+    if given:
+        setup = next(iter(planner.setups(request)))
+        plan = planner.plan(request, setup, batch_per_gpu(request), request.micro_batch)
+        return gib(plan.prediction.peak_bytes) + ("" if plan.fits else "*")
+    plan = planner.largest(request)
+    return str(plan.prediction.per_gpu_batch) if plan.fits else "-"
+
+
+def as_json(plan: Plan, name: str, near: Plan | None = None, notes: Iterable[str] = ()) -> dict[str, Any]:
+    """The answer for programs; ``docs/planner.md`` describes every field."""
+    prediction, setup, request = plan.prediction, plan.setup, plan.request
+    answer: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": name,
+        "fits": plan.fits,
+        "peak_bytes": prediction.peak_bytes,
+        "limit_bytes": request.limit_bytes,
+        "headroom_bytes": plan.headroom_bytes,
+        "per_gpu_batch": prediction.per_gpu_batch,
+        "micro_batch": prediction.micro_batch,
+        "accumulation": prediction.accumulation,
+        "global_batch": plan.global_batch,
+        "breakdown_bytes": dict(prediction.peak.bytes),
+        "moment": prediction.peak.name,
+        "moments_bytes": {moment.name: moment.total for moment in prediction.moments.values()},
+        "binding": prediction.binding,
+        "settings": {
+            "gpus": setup.gpus, "device": request.device.name, "zero": setup.zero, "precision": setup.precision,
+            "checkpointing": setup.checkpointing, "loss": setup.loss, "offload": setup.offload,
+            "attention": setup.attention, "optimizer": "adamw",
+        },
+        "estimated_step_s": plan.step_s,
+        "assumptions": [*assumptions(plan), *notes],
+        "made_with": table()["made_with"],
+    }  # fmt: skip
+    if near is not None:
+        answer["nearest"] = as_json(near, name)
+    return answer

@@ -1,0 +1,268 @@
+"""Which settings fit, which batch is the largest, and which settings are estimated to be fastest. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from disco_ds.errors import ConfigError
+from disco_ds.loss_memory import keeps_logits
+from disco_ds.planner.coefficients import trace_key
+from disco_ds.planner.devices import Device
+from disco_ds.planner.memory import Buckets, Prediction, Setup, predict
+from disco_ds.planner.models import ModelSource
+
+MODEL_FLOPS_SHARE = 0.4
+"""Of a device's dense bf16 rate, what training reaches; assumed, the same for all settings."""
+POLICIES = ("none", "every:2", "ops", "full")
+"""What ``--checkpointing auto`` chooses from."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked. "auto" is chosen by the planner."""
+
+    gpus: int
+    device: Device
+    global_batch: int | None = None
+    per_gpu_batch: int | None = None
+    micro_batch: int | None = None
+    zero: int | str = "auto"
+    precision: str = "bf16"
+    checkpointing: str = "auto"
+    loss: str = "one_block"
+    attention: str = "flash"
+    offload: str = "none"
+    fragmentation: float = 1.10
+    reserve_bytes: int = 0
+    min_micro_batch: int = 64
+    bandwidth_gb_s: float = 50.0
+    buckets: Buckets | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a step may take: usable memory less the reserve."""
+        return self.device.usable_bytes - self.reserve_bytes
+
+
+@dataclass
+class Plan:
+    """One way to train, with its memory and its estimated time."""
+
+    request: Request
+    prediction: Prediction
+    step_s: float
+    """Estimated seconds a step: compute at an assumed share of the device's rate, plus collectives, not overlapped."""
+
+    @property
+    def setup(self) -> Setup:
+        """The settings."""
+        return self.prediction.setup
+
+    @property
+    def global_batch(self) -> int:
+        """Pairs a step over all GPUs."""
+        return self.prediction.per_gpu_batch * self.setup.gpus
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step stays within the device."""
+        return self.prediction.peak_bytes <= self.request.limit_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left of the device; negative if it does not fit."""
+        return self.request.limit_bytes - self.prediction.peak_bytes
+
+
+class Planner:
+    """Answers requests about one model."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+
+    def setups(self, request: Request) -> Iterator[Setup]:
+        """Every combination of what the request leaves open."""
+        stages: tuple[int, ...] = (0, 1, 2, 3) if request.zero == "auto" else (int(request.zero),)
+        if request.offload == "all":
+            stages = tuple(stage for stage in stages if stage == 3)
+        elif request.offload == "optimizer":
+            stages = tuple(stage for stage in stages if stage > 0)
+        for policy in self.policies(request):
+            for stage in stages:
+                yield Setup(
+                    gpus=request.gpus, zero=stage, precision=request.precision, checkpointing=policy,
+                    loss=request.loss, attention=request.attention, offload=request.offload,
+                    runtime_bytes=request.device.runtime_bytes(request.gpus),
+                    fragmentation=request.fragmentation, buckets=request.buckets,
+                )  # fmt: skip
+
+    def policies(self, request: Request) -> tuple[str, ...]:
+        """The checkpointing policies to look at: of an unknown model only the two extremes, each is a trace."""
+        if request.checkpointing != "auto":
+            return (request.checkpointing,)
+        shipped = tuple(p for p in POLICIES if self.source.has(trace_key(request.precision, p, request.attention)))
+        return shipped or ("none", "full")
+
+    def predict(self, setup: Setup, batch: int, micro: int | None = None) -> Prediction:
+        """The memory of a step; traces the model where that has not been done."""
+        model = self.source.get(setup.precision, setup.checkpointing, setup.attention, setup.device)
+        return predict(model, setup, batch, micro)
+
+    def plan(self, request: Request, setup: Setup, batch: int, micro: int | None = None) -> Plan:
+        """A plan for exactly this batch."""
+        prediction = self.predict(setup, batch, micro)
+        return Plan(request, prediction, self.step_time(request, prediction))
+
+    def best(self, request: Request) -> Plan:
+        """The answer to a request; where nothing fits, the plan that comes nearest.
+
+        Raises:
+            ConfigError: a batch that does not divide.
+        """
+        if request.global_batch is None and request.per_gpu_batch is None:
+            return self.largest(request)
+        return self.fastest(request, batch_per_gpu(request))
+
+    def largest(self, request: Request) -> Plan:
+        """The largest batch; among settings that reach the same one, the fastest."""
+        plans = [self.largest_of(request, setup) for setup in self.setups(request)]
+        fitting = [plan for plan in plans if plan.fits]
+        if not fitting:
+            return min(plans, key=lambda plan: plan.prediction.peak_bytes)
+        return max(fitting, key=lambda plan: (plan.global_batch, -plan.step_s))
+
+    def largest_of(self, request: Request, setup: Setup) -> Plan:
+        """The largest batch of one setup, in one pass, or cut into micro-batches of the size asked for.
+
+        A multiple of 8 pairs from 8 on, for the matrix units.
+        """
+        micro = request.micro_batch
+
+        def batch(units: int) -> int:
+            return units if micro is None else units * micro
+
+        def fits(units: int) -> bool:
+            return self.predict(setup, batch(units), micro).peak_bytes <= request.limit_bytes
+
+        low = 0
+        for power in range(27, -1, -1):
+            if fits(1 << power):
+                low = 1 << power
+                break
+        if low == 0:
+            return self.plan(request, setup, batch(1), micro)
+        high = 2 * low
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        if micro is None and low >= 8:
+            low -= low % 8
+        return self.plan(request, setup, batch(low), micro)
+
+    def fastest(self, request: Request, batch: int) -> Plan:
+        """The plan for a given batch with the least estimated time; where none fits, the one nearest to fitting."""
+        fitting: list[Plan] = []
+        nearest: list[Plan] = []
+        for setup in self.setups(request):
+            for micro in micro_batches(request, batch):
+                plan = self.plan(request, setup, batch, micro)
+                if plan.fits:
+                    fitting.append(plan)
+                    break  # smaller micro-batches fit too, and are no faster
+                nearest.append(plan)
+        if fitting:
+            return min(fitting, key=lambda plan: (plan.step_s, plan.prediction.peak_bytes))
+        return min(nearest, key=lambda plan: plan.prediction.peak_bytes)
+
+    def step_time(self, request: Request, prediction: Prediction) -> float:
+        """Estimated seconds of a step."""
+        setup = prediction.setup
+        model = self.source.get(setup.precision, setup.checkpointing, setup.attention, setup.device)
+        forward = model.traces[setup.trace_key].forward_flops * prediction.per_gpu_batch
+        passes = 3.0 + recomputed(setup.checkpointing) + (1.0 if prediction.accumulation > 1 else 0.0)
+        rate = request.device.tflops * 1e12 * MODEL_FLOPS_SHARE * (0.5 if setup.precision == "fp32" else 1.0)
+        compute = (forward * passes + loss_flops(setup, prediction.per_gpu_batch, model.embed_dim)) / rate
+        if setup.gpus == 1:
+            return compute
+        sent = reduction_bytes(setup, model.parameters, prediction.accumulation)
+        sent += 8 * prediction.per_gpu_batch * (setup.gpus - 1) * model.embed_dim  # features gathered, reduced back
+        return compute + sent / (request.bandwidth_gb_s * 1e9)
+
+
+def batch_per_gpu(request: Request) -> int:
+    """The batch of one GPU that the request names.
+
+    Raises:
+        ConfigError: the numbers do not divide, or contradict each other.
+    """
+    if request.global_batch is None:
+        assert request.per_gpu_batch is not None
+        return request.per_gpu_batch
+    if request.global_batch % request.gpus:
+        low = request.global_batch // request.gpus * request.gpus
+        near = " and ".join(str(v) for v in (low, low + request.gpus) if v > 0)
+        raise ConfigError(
+            f"--global-batch {request.global_batch} does not divide by --gpus {request.gpus}; nearest that do: {near}"
+        )
+    batch = request.global_batch // request.gpus
+    if request.per_gpu_batch not in (None, batch):
+        raise ConfigError(
+            f"--per-gpu-batch {request.per_gpu_batch} x --gpus {request.gpus} is not --global-batch "
+            f"{request.global_batch}"
+        )
+    return batch
+
+
+def micro_batches(request: Request, batch: int) -> list[int]:
+    """Sizes to try, largest first: the whole batch, then divisors down to the smallest that feeds a device.
+
+    Raises:
+        ConfigError: the micro-batch asked for does not divide the batch.
+    """
+    if request.micro_batch is not None:
+        if batch % request.micro_batch:
+            raise ConfigError(
+                f"--micro-batch {request.micro_batch} does not divide the batch of {batch} pairs per GPU; nearest that "
+                f"does: {max(d for d in range(1, batch + 1) if batch % d == 0 and d <= request.micro_batch)}"
+            )
+        return [request.micro_batch]
+    divisors = [batch // k for k in range(1, batch + 1) if batch % k == 0]
+    feeding = [d for d in divisors if d >= min(request.min_micro_batch, batch)]
+    return feeding or [batch]
+
+
+def recomputed(policy: str) -> float:
+    """Forward passes that backward repeats under a checkpointing policy, estimated."""
+    if policy == "full":
+        return 1.0
+    if policy.startswith("every:"):
+        return 1.0 / int(policy.partition(":")[2])
+    return {"ops": 0.15, "offload": 0.25}.get(policy, 0.0)
+
+
+def loss_flops(setup: Setup, batch: int, width: int) -> float:
+    """Products of the loss: 2 D flops for each logit and product."""
+    total = batch * setup.gpus
+    if setup.loss == "clip":
+        return 6 * 2.0 * total * total * width
+    if setup.loss == "one_block":
+        return (3 if keeps_logits(batch, total) else 4) * 2.0 * batch * total * width
+    return (4 if setup.loss == "sigmoid" else 6) * 2.0 * batch * total * width
+
+
+def reduction_bytes(setup: Setup, parameters: int, accumulation: int) -> float:
+    """Bytes a GPU sends for gradients and parameters in a step."""
+    size = setup.parameter_bytes
+    if setup.zero in (0, 1):
+        return 2.0 * size * parameters
+    passes = accumulation if accumulation > 1 else 1  # stage 2 reduces after every micro-batch
+    if setup.zero == 2:
+        return size * parameters * (2.0 * passes + 1.0)
+    gathers = 2 * passes + (passes if accumulation > 1 else 0)
+    return size * parameters * (passes + gathers)
+
+
+def changed(request: Request, **changes: object) -> Request:
+    """The request with some fields changed."""
+    return replace(request, **changes)  # type: ignore[arg-type]
