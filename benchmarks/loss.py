@@ -2,9 +2,9 @@
 
     python benchmarks/loss.py --ranks 2 --batch 4096 --dim 512 --rounds 7 --json loss.json
 
-Ranks are CPU processes of one thread over gloo. A round runs every contender once, in another order each time; times are
-the sum over ranks, ratios are to the official DisCo recipe within the same round, and what is shown is their median and
-their range. Peak bytes are counted in a run of their own (``tests/live_bytes.py``), which is not timed.
+Ranks are CPU processes of one thread over gloo. A round runs every contender once, in another order each time; CPU
+times are the sum over ranks, ratios are to the official DisCo recipe within the same round, and what is shown is their
+median and their range. Peak bytes are counted in a run of their own (``tests/live_bytes.py``), which is not timed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def official_disco(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor)
     own = slice(rank * b, (rank + 1) * b)
     per_image, per_text = scale * images[own] @ texts.T, scale * texts[own] @ images.T
     labels = torch.arange(own.start, own.stop)
-    return (torch.nn.functional.cross_entropy(per_image, labels) + torch.nn.functional.cross_entropy(per_text, labels)) / 2
+    return (
+        torch.nn.functional.cross_entropy(per_image, labels) + torch.nn.functional.cross_entropy(per_text, labels)
+    ) / 2
 
 
 def contenders() -> dict[str, Callable[..., torch.Tensor]]:
@@ -148,8 +150,8 @@ def summarise(results: dict[str, dict[str, Any]]) -> None:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The results for the console."""
     lines = [
-        f"{'':24}{'gradient':>10}{'scale':>10}{'CPU ms':>9}{'÷ official (range)':>21}{'wall ms':>9}{'÷ official (range)':>21}"
-        f"{'peak MiB':>10}{'÷':>6}{'sent MiB':>10}"
+        f"{'':24}{'gradient':>10}{'scale':>10}{'CPU ms':>9}{'÷ official (range)':>21}"
+        f"{'wall ms':>9}{'÷ official (range)':>21}{'peak MiB':>10}{'÷':>6}{'sent MiB':>10}"
     ]
     for name, row in results.items():
         cpu, wall = row["cpu_ratio"], row["wall_ratio"]
@@ -184,8 +186,8 @@ def main() -> None:
     results = run_ranks(this.measure, args.ranks, *options, timeout_s=3600.0)[0]
     summarise(results)
     print(
-        f"N = {args.ranks} ranks of one thread, B = {args.batch}, D = {args.dim}, {args.dtype}, {args.features} features, "
-        f"{args.rounds} rounds, seed {seed}, torch {torch.__version__}"
+        f"N = {args.ranks} ranks of one thread, B = {args.batch}, D = {args.dim}, {args.dtype}, "
+        f"{args.features} features, {args.rounds} rounds, seed {seed}, torch {torch.__version__}"
     )
     print(table(results))
     if args.json is not None:

@@ -58,8 +58,9 @@ class DataConfig(_Section):
     """Samples held in memory for shuffling, over all ranks (encoded: about 50 KB each for 256-pixel JPEGs)."""
     lanes: PositiveInt | None = None
     """Read positions in the stream; a multiple of every number of GPUs to be used. None: from global_batch."""
-    augment: Literal["crop", "resize"] = "crop"
-    """Training transform: open_clip's random resized "crop" (scale 0.9 to 1), or "resize" as in evaluation."""
+    augment: Literal["crop", "affine", "resize"] = "crop"
+    """Training transform: open_clip's random resized "crop" (scale 0.9 to 1); "resize" as in evaluation; "affine": the
+    same after a random shift, scale, small turn and mirroring, on white (for drawings and small data sets)."""
     max_bad_fraction: float = Field(0.5, ge=0, le=1)
     """The run stops when more than this share of the samples read is bad (from 1,000 samples a rank on)."""
     max_pixels: PositiveInt = Field(89_478_485, le=178_956_970)
@@ -93,6 +94,8 @@ class CachedConfig(_Section):
 
     images: Literal["host", "device"] = "host"
     """Where the images of a step wait between the two forwards of their micro-batch."""
+    reduce: Literal["once", "each"] = "once"
+    """Reduce gradients once a step, holding whole local gradients meanwhile, or after each micro-batch (smaller)."""
     reuse_last: bool = False
     """Keep the last micro-batch's graph from the first pass: saves a forward, holds its activations during the loss."""
 

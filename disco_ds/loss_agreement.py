@@ -82,7 +82,7 @@ def agree(
     values = [_scalar(x, device) for x in (logit_scale, 0.0 if logit_bias is None else logit_bias)]
     card = torch.cat([torch.tensor(words, dtype=torch.float64, device=device), *values])
     table = ranks.share(card).tolist()
-    _check(kind, table)
+    _check(table)
     first = table[0]
     wants = [any(card[i] for card in table) for i in (2, 3, 4)]
     scale, bias = (_common_value(name, [card[len(words) + i] for card in table]) for i, name in enumerate(_VALUES))
@@ -97,8 +97,9 @@ def agree(
 _KINDS = ("contrastive_loss", "SigmoidLoss", "OriginalClipLoss", "DiscoLoss", "gather_ahead")
 
 
-def _check(kind: str, table: list[list[float]]) -> None:
+def _check(table: list[list[float]]) -> None:
     """Raise if any card is wrong in itself or differs from the first where it must not."""
+    kind = _KINDS[int(table[0][len(_OWN)])]  # in the words of rank 0, so that all say the same
     for rank, card in enumerate(table):
         fault = _fault(card)
         if fault:

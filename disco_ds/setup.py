@@ -29,6 +29,7 @@ from disco_ds.optimizer import check_optimizer
 from disco_ds.schedule import Schedule, build_schedule
 from disco_ds.step import TrainStep
 from disco_ds.telemetry import Telemetry, check_logging
+from disco_ds.temperature import clamp_temperatures
 from disco_ds.watchdog import Watchdog
 
 Result = TypeVar("Result")
@@ -132,6 +133,7 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> R
     state = RunState(step=0, samples_seen=0, cursor=None)
     if checkpoint is not None:
         state = load_checkpoint(engine, checkpoint)
+        clamp_temperatures(engine)  # the model still has the values that it was built with
     stream = TrainStream(
         config.data,
         global_batch=global_batch,
@@ -179,6 +181,7 @@ def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, dev
         engine_config.batch.accumulation,
         device,
         on_host=config.cached.images == "host",
+        reduce_once=config.cached.reduce == "once",
         reuse_last=config.cached.reuse_last,
         overlap=bool(overlap) and config.loss.kind == "one_block" and engine_config.zero_stage < 3,
     )

@@ -9,6 +9,7 @@ gradient for every parameter, and every rank calls the engine equally often, whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,8 @@ class TrainStep:
         accumulation: micro-batches per step, k. 1: whole.
         device: where the towers are.
         on_host: cached form: images wait on the host between their two passes; else on the device.
+        reduce_once: cached form: one gradient reduction a step, with whole local gradients in the meantime; else one
+            after each micro-batch. Stage 0 always reduces once.
         reuse_last: cached form: keep the graph of the last micro-batch's first pass for its second one, which saves a
             forward and holds its activations while the loss is computed.
         overlap: whole form: gather the text features while the images are encoded. For the one_block loss at ZeRO 0
@@ -88,6 +91,7 @@ class TrainStep:
         device: torch.device,
         *,
         on_host: bool = True,
+        reduce_once: bool = True,
         reuse_last: bool = False,
         overlap: bool = False,
     ) -> None:
@@ -98,6 +102,8 @@ class TrainStep:
         self.on_host = on_host
         self.reuse_last = reuse_last
         self.ahead = {"on_texts": gather_ahead} if overlap else {}
+        # DeepSpeed's wrapper for bf16 with fp32 accumulation at stage 1 has no such switch
+        self.coalesced = reduce_once and hasattr(engine.optimizer, "_coalesce_grad_reduction")
         self.timer = PhaseTimer(device)
 
     def __call__(self, images: Tensor, texts: Tensor) -> StepResult:
@@ -144,10 +150,11 @@ class TrainStep:
         last = outputs[-1]
         del outputs
         after = RandomState(self.device)
-        with self.timer("backward"):
+        with self.timer("backward"), self._reduction():
             for index, (image, text) in enumerate(micro):
                 final = index == self.accumulation - 1
-                self.engine.set_gradient_accumulation_boundary(final)
+                if not self.coalesced:
+                    self.engine.set_gradient_accumulation_boundary(final)
                 if final and self.reuse_last:
                     out = last
                 else:
@@ -157,6 +164,9 @@ class TrainStep:
                 self._drive_back(out, gradients, index)
         after.restore()
         return StepResult(loss, last.logit_scale.detach(), bad_rows)
+
+    def _reduction(self) -> AbstractContextManager:
+        return self.engine.coalesce_grad_reduction() if self.coalesced else nullcontext()
 
     def _encode_all(self, micro: list[tuple[Tensor, Tensor]]) -> tuple[list[RandomState], list[Features]]:
         states, outputs = [], []

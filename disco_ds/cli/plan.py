@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from disco_ds.errors import ConfigError
 from disco_ds.planner import from_ds_config
 from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
+from disco_ds.planner.memory import OPTIMIZER_BYTES
 from disco_ds.planner.models import ModelSource
 from disco_ds.planner.report import as_json, compare, text_report
 from disco_ds.planner.search import Plan, Planner, Request, changed
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         help="activation checkpointing (default: auto)")  # fmt: skip
     add("--loss", choices=["one_block", "disco", "open_clip", "clip", "sigmoid"], default="one_block",
         help="the contrastive loss (default: one_block)")  # fmt: skip
-    add("--optimizer", choices=["adamw"], default="adamw", help="the optimizer")
+    add("--optimizer", choices=list(OPTIMIZER_BYTES), default="adamw", help="the optimizer (default: adamw)")
     add("--offload", choices=["none", "optimizer", "all"], help="what goes to the host (default: none)")
     add("--attention", choices=["flash", "math"], default="flash", help="math: as torch before 2.0 (default: flash)")
     add("--image-size", type=_count, metavar="PX", help="where it differs from the model's own")
@@ -137,7 +138,8 @@ def build_request(arguments: argparse.Namespace, source: ModelSource) -> Request
         given[name] = value
     request = Request(
         gpus=arguments.gpus, device=device, per_gpu_batch=arguments.per_gpu_batch,
-        checkpointing=arguments.checkpointing, loss=arguments.loss, attention=arguments.attention,
+        optimizer=arguments.optimizer, checkpointing=arguments.checkpointing, loss=arguments.loss,
+        attention=arguments.attention,
         fragmentation=arguments.frag, reserve_bytes=arguments.reserve, min_micro_batch=arguments.min_micro_batch,
         bandwidth_gb_s=arguments.bandwidth, **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip

@@ -30,6 +30,7 @@ def plan(
     loss: str = "one_block",
     attention: str = "flash",
     offload: str = "none",
+    optimizer: str = "adamw",
     frag: float = 1.10,
     reserve_gib: float = 0.0,
     min_micro_batch: int = 64,
@@ -45,7 +46,7 @@ def plan(
         gpu: kind of GPU instead of ``mem``, such as "A100-80G".
         model: an open_clip name, "demo", or a path to an open_clip JSON.
         global_batch, per_gpu_batch, micro_batch: pairs a step over all GPUs, on one, and at a time.
-        zero, precision, checkpointing, loss, attention, offload: as the options; "auto" is chosen.
+        zero, precision, checkpointing, loss, attention, offload, optimizer: as the options; "auto" is chosen.
         frag: what a process holds over what it has allocated of activations.
         reserve_gib: GiB of each device to leave free.
         min_micro_batch: smallest micro-batch that is tried for a given batch.
@@ -65,6 +66,7 @@ def plan(
     request = Request(
         gpus=gpus, device=device, global_batch=global_batch, per_gpu_batch=per_gpu_batch, micro_batch=micro_batch,
         zero=zero, precision=precision, checkpointing=checkpointing, loss=loss, attention=attention, offload=offload,
+        optimizer=optimizer,
         fragmentation=frag, reserve_bytes=int(reserve_gib * GIB), min_micro_batch=min_micro_batch,
         bandwidth_gb_s=bandwidth_gb_s,
     )  # fmt: skip

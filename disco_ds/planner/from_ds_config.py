@@ -93,8 +93,11 @@ def buckets(content: dict[str, Any], model: Coefficients, device: str = "cuda") 
         value = zero.get(key, default)
         return auto if value == "auto" else int(value)
 
+    reduce = size("reduce_bucket_size", ours.reduce, 500_000_000)
+    if "reduce_bucket_size" in zero:  # disco_ds lowers a bucket that is given, and leaves DeepSpeed's default alone
+        reduce = min(reduce, model.parameters + model.parameters % 2)
     return Buckets(
-        reduce=size("reduce_bucket_size", ours.reduce, 500_000_000),
+        reduce=reduce,
         max_live=size("stage3_max_live_parameters", ours.max_live, 1_000_000_000),
         reuse_distance=size("stage3_max_reuse_distance", ours.reuse_distance, 1_000_000_000),
         overlap=ours.overlap if overlap in AUTO else bool(overlap),

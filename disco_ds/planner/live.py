@@ -13,7 +13,7 @@ from disco_ds.ds_config import EngineConfig, choose_precision
 from disco_ds.errors import ConfigError
 from disco_ds.planner import from_ds_config
 from disco_ds.planner.devices import DEVICES, GIB, Device
-from disco_ds.planner.memory import Prediction, Setup, predict
+from disco_ds.planner.memory import OPTIMIZER_BYTES, Prediction, Setup, predict
 from disco_ds.planner.models import ModelSource, Progress, say
 from disco_ds.planner.report import gib, headline
 from disco_ds.planner.search import Plan, Planner, Request, changed
@@ -83,6 +83,8 @@ def fill_auto(
 def _request(
     config: RunConfig, content: dict[str, Any], world_size: int, device: torch.device, source: str, progress: Progress
 ) -> tuple[Request, ModelSource]:
+    if config.optimizer.name not in OPTIMIZER_BYTES:
+        raise ConfigError(f"--plan auto knows the optimizers {', '.join(OPTIMIZER_BYTES)}, not {config.optimizer.name}")
     choices = from_ds_config.choices(content, world_size)
     if "stage" not in content.get("zero_optimization", {}):
         choices["zero"] = "auto"
@@ -92,7 +94,12 @@ def _request(
         if value is not None:
             choices[name] = value
     request = Request(
-        gpus=world_size, device=device_here(device), checkpointing=policy, loss=config.loss.kind, **choices
+        gpus=world_size,
+        device=device_here(device),
+        checkpointing=policy,
+        loss=config.loss.kind,
+        optimizer=config.optimizer.name,
+        **choices,
     )
     model_source = _source(config, progress)
     if device.type == "cpu":
@@ -136,8 +143,10 @@ def predict_run(
     """What the planner says of a run as it was resolved, whoever chose its settings.
 
     Raises:
-        ConfigError: the model cannot be traced.
+        ConfigError: the model cannot be traced, or the optimizer is not known to the planner.
     """
+    if config.optimizer.name not in OPTIMIZER_BYTES:
+        raise ConfigError(f"the planner knows the optimizers {', '.join(OPTIMIZER_BYTES)}, not {config.optimizer.name}")
     source = _source(config, progress)
     model = source.get(engine_config.precision, config.model.checkpointing, "flash", device.type)
     choices = from_ds_config.choices(engine_config.deepspeed, engine_config.batch.world_size)
@@ -145,7 +154,8 @@ def predict_run(
     setup = Setup(
         gpus=engine_config.batch.world_size, zero=engine_config.zero_stage, precision=engine_config.precision,
         checkpointing=config.model.checkpointing, loss=config.loss.kind, offload=choices.get("offload", "none"),
-        tile=config.loss.tile, keep_logits=config.loss.keep_logits, device=device.type,
+        optimizer=config.optimizer.name, tile=config.loss.tile, keep_logits=config.loss.keep_logits,
+        reuse_last=config.cached.reuse_last, images_on_device=config.cached.images == "device", device=device.type,
         runtime_bytes=here.runtime_bytes(engine_config.batch.world_size) if device.type == "cuda" else 0,
         buckets=from_ds_config.buckets(engine_config.deepspeed, model, device.type),
     )  # fmt: skip

@@ -22,6 +22,8 @@ MIB = 2**20
 CATEGORIES = (
     "runtime", "parameters", "gradients", "optimizer", "buckets", "features", "loss", "activations", "fragmentation",
 )  # fmt: skip
+OPTIMIZER_BYTES = {"adamw": 8, "lion": 4}
+"""States of an optimizer for one parameter, in fp32."""
 ALLREDUCE_ELEMENTS = 500_000_000
 """DeepSpeed's stage 0 flattens this many gradients at a time for the all-reduce."""
 
@@ -59,8 +61,13 @@ class Setup:
     attention: str = "flash"
     offload: str = "none"
     """"none", "optimizer" (masters and moments on the host) or "all" (stage 3: parameters too)."""
+    optimizer: str = "adamw"
     tile: int | None = None
     keep_logits: bool | str = "auto"
+    reuse_last: bool = False
+    """Cached form: the last micro-batch's graph waits for its gradient while the loss is computed."""
+    images_on_device: bool = False
+    """Cached form: the whole batch lies on the device between its two passes."""
     device: str = "cuda"
     runtime_bytes: int = 0
     fragmentation: float = 1.0
@@ -143,7 +150,8 @@ class _Step:
         self.model, self.setup, self.trace = model, setup, trace
         self.batch, self.micro, self.cuts = batch, micro, batch // micro
         self.buckets = setup.buckets or default_buckets(model, setup.device)
-        self.held = setup.device == "cpu"
+        # the whole form holds its batch from forward to the end of backward; on a CPU the loader's batch is the step's
+        self.held = setup.device == "cpu" or batch == micro or setup.images_on_device
         self.p = model.parameters
         self.share = -(-self.p // setup.gpus) if setup.zero else self.p
         self.size = setup.parameter_bytes
@@ -178,7 +186,7 @@ class _Step:
         base = {
             "runtime": setup.runtime_bytes,
             "parameters": self.size * (share if setup.zero == 3 else p) + self.model.buffer_bytes,
-            "optimizer": 0 if host else (masters + 8) * share,
+            "optimizer": 0 if host else (masters + OPTIMIZER_BYTES[setup.optimizer]) * share,
             "gradients": 0,
             "buckets": 0,
         }
@@ -209,7 +217,7 @@ class _Step:
     def _activations(self, point: Point) -> dict[str, int]:
         activations = point.per_pair * self.micro + point.fixed
         if self.held:
-            activations += self._input(self.batch)  # on a CPU the loader's batch is the step's own
+            activations += self._input(self.batch)
         elif point.input_alive:
             activations += self._input(self.micro)
         return {"activations": activations, "features": self._features()}  # the loss's gradient for each feature
@@ -229,6 +237,8 @@ class _Step:
             # the micro-batches' features, and the same in one piece
             terms["features"] = 2 * self._features()
             terms["activations"] = self._input(self.batch) if self.held else 0
+            if setup.reuse_last:
+                terms["activations"] += self.trace.end(self.micro, 0 if self.held else self.model.input_bytes)
         return self._moment("loss", terms, self._gathered(0))
 
     def _gathered(self, done: int) -> dict[str, int]:
@@ -241,8 +251,12 @@ class _Step:
             return {}
         if self.buckets.reuse_distance >= self.p and self.cuts == 1:
             return {"parameters": self.size * max(self.p - done, 0)}
-        # prefetched ones exist twice for a moment: as they arrive, and in their places
-        return {"parameters": self.size * min(self.p, 2 * self.buckets.max_live)}
+        # Prefetched ones exist twice for a moment, as they arrive and in their places. Where micro-batches recompute
+        # blocks, DeepSpeed finds its modules in another order than it noted, and no longer prefetches.
+        live = 2 * self.buckets.max_live
+        if self.cuts > 1 and self.setup.checkpointing != "none":
+            live = self.buckets.max_live + self.p // 8
+        return {"parameters": self.size * min(self.p, live)}
 
     def _arriving(self, point: Point) -> dict[str, int]:
         """Gradients and buckets at a point of the last micro-batch's forward and backward."""
@@ -261,9 +275,13 @@ class _Step:
         )
         if setup.zero == 3:
             return {**self._gathered(done), "buckets": flat}
+        # the rank's own part is allocated when a bucket has been reduced, and its flat copy is gone by then
+        owned = self.size * self.owned
+        first = any(at <= done for at, _ in self.full) and not any(at < point.gradients for at, _ in self.full)
         reduced = any(at <= done for at, _ in self.full)
-        buckets = flat + (self._stage_2_buckets() if done else 0)
-        return {"gradients": self.size * self.owned * (before + reduced), "buckets": buckets}
+        copy = max(flat - owned, 0) if first else flat
+        parts = before + reduced
+        return {"gradients": owned * parts, "buckets": copy + (self._stage_2_buckets() if done else 0)}
 
     def _stage_2_buckets(self) -> int:
         return self.buckets.reduce * self._bucket_bytes() * (2 if self.buckets.overlap else 1)
@@ -282,7 +300,9 @@ class _Step:
             flat = self.size * min(p, ALLREDUCE_ELEMENTS)
             return {"gradients": self.size * p, "buckets": flat}
         if setup.zero == 3:
-            return {"buckets": self._flat_copy(self.last)}
+            # the first modules' parameters are still gathered, the token embedding among them
+            gathered = self.size * min(2 * self.model.largest, self.p)
+            return {"parameters": gathered, "buckets": self._flat_copy(self.last)}
         buckets = self._stage_2_buckets()
         if setup.offload in ("optimizer", "all"):
             return {"buckets": buckets + self._flat_copy(self.last)}
@@ -292,7 +312,9 @@ class _Step:
             first = self.full[0][1] if self.full else self.last
             after_first = self.size * max(p - q, 0) + self._flat_copy(first) + owned
             return {"gradients": max(self.size * p, after_first), "buckets": buckets}
-        return {"gradients": owned * min(self.cuts, 2), "buckets": buckets + self._flat_copy(self.last)}
+        # earlier micro-batches' sum, what has been reduced of this one; at least one, since a last step's goes late
+        parts = max(1, (self.cuts > 1) + bool(self.full))
+        return {"gradients": owned * parts, "buckets": buckets + self._flat_copy(self.last)}
 
     def _gradients_done(self) -> dict[str, int]:
         """Gradients after backward, beyond what stage 3 always holds."""
@@ -318,8 +340,9 @@ class _Step:
         if setup.zero in (1, 2) and self.size == 2 and setup.device == "cuda":
             flat += 2 * updated  # flat in bf16 for a moment before it is flat in fp32
         temporaries = 2 * 4 * updated if setup.device == "cpu" else 0
-        terms["optimizer"] = flat + temporaries
-        return terms
+        if setup.zero in (1, 2) and temporaries + 4 * updated > terms["gradients"] + flat:
+            return {"optimizer": 4 * updated + temporaries}  # what the rank owned was let go when it had been flattened
+        return {**terms, "optimizer": flat + temporaries * (setup.zero in (0, 3))}
 
     def _groups(self) -> tuple[int, int]:
         return sum(self.model.matrices), self.model.vectors

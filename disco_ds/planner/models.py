@@ -24,6 +24,9 @@ SHIPPED_TRACES = tuple(
     (precision, checkpointing) for precision in ("bf16", "amp") for checkpointing in ("none", "full", "every:2", "ops")
 )
 
+SHIPPED_MATH = ("ViT-B-32", "ViT-B-16", "ViT-B-16-plus-240", "ViT-L-14")
+"""Also traced with the attention of torch before 2.0, under amp: the published runs of 2021 and 2022 were made so."""
+
 
 def say(message: str) -> None:
     """Progress goes to stderr: stdout is the answer."""
@@ -134,8 +137,12 @@ def trace_shipped(
     for name in names:
         started, model = time.monotonic(), None
         try:
-            for precision, checkpointing in SHIPPED_TRACES:
-                found = coefficients(ModelConfig(name=name, checkpointing=checkpointing), precision)
+            wanted = [(*trace, "flash") for trace in SHIPPED_TRACES]
+            if name in SHIPPED_MATH:
+                wanted += [("amp", "none", "math"), ("amp", "full", "math")]
+            for precision, checkpointing, attention in wanted:
+                config = ModelConfig(name=name, checkpointing=checkpointing)
+                found = coefficients(config, precision, attention=attention)
                 if model is None:
                     model = found
                 else:

@@ -66,16 +66,21 @@ def _memory(axes: Any, planner: Planner, plan: Plan) -> None:
     axes.stackplot(batches, stacks, labels=CATEGORIES, colors=[COLOURS[c] for c in CATEGORIES], linewidth=0)
     axes.axhline(limit / GIB, color="black", linewidth=1.2)
     axes.annotate(
-        f"{limit / GIB:.2f} GiB", (batches[0], limit / GIB), xytext=(4, 4), textcoords="offset points", fontsize=9
-    )
+        f"{limit / GIB:.2f} GiB",
+        (batches[-1], limit / GIB),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        fontsize=9,
+        ha="right",
+    )  # fmt: skip
     axes.axvline(largest, color="black", linewidth=0.8, linestyle=":")
-    axes.annotate(f"{largest} pairs", (largest, 0), xytext=(-4, 6), textcoords="offset points", fontsize=9, ha="right")
+    axes.annotate(f"{largest} pairs", (largest, 0), xytext=(5, 8), textcoords="offset points", fontsize=9)
     axes.set(
         title=f"Memory of one GPU, {setup.gpus} GPUs, loss {setup.loss}", xlabel="pairs per GPU, in one pass",
-        ylabel="GiB", xlim=(batches[0], batches[-1]), ylim=(0, limit / GIB * 1.3),
+        ylabel="GiB", xlim=(batches[0], batches[-1]), ylim=(0, limit / GIB * 1.4),
     )  # fmt: skip
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="upper left", fontsize=8, ncols=3, framealpha=0.9)
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", fontsize=8, ncols=3, framealpha=1.0)
 
 
 def _batches(axes: Any, planner: Planner, plan: Plan) -> None:

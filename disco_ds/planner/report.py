@@ -81,7 +81,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"runtime {gib(setup.runtime_bytes)} GiB: CUDA context, cuBLAS"
         + (", one NCCL communicator" if setup.gpus > 1 else ""),
         f"fragmentation: activations, features and loss x {request.fragmentation:.2f} (--frag)",
-        'AdamW in fp32, fused; buckets as disco_ds fills "auto"' if request.buckets is None
+        f"{setup.optimizer} in fp32, fused; buckets as disco_ds fills its \"auto\"" if request.buckets is None
         else "buckets from --ds-config",
         f"attention: {setup.attention}",
         f"step time {plan.step_s:.2f} s is an estimate to rank settings by: {MODEL_FLOPS_SHARE:.0%} of "
@@ -206,7 +206,7 @@ def as_json(plan: Plan, name: str, near: Plan | None = None, notes: Iterable[str
         "settings": {
             "gpus": setup.gpus, "device": request.device.name, "zero": setup.zero, "precision": setup.precision,
             "checkpointing": setup.checkpointing, "loss": setup.loss, "offload": setup.offload,
-            "attention": setup.attention, "optimizer": "adamw",
+            "attention": setup.attention, "optimizer": setup.optimizer,
         },
         "estimated_step_s": plan.step_s,
         "assumptions": [*assumptions(plan), *notes],

@@ -33,6 +33,7 @@ class Request:
     loss: str = "one_block"
     attention: str = "flash"
     offload: str = "none"
+    optimizer: str = "adamw"
     fragmentation: float = 1.10
     reserve_bytes: int = 0
     min_micro_batch: int = 64
@@ -93,6 +94,7 @@ class Planner:
                 yield Setup(
                     gpus=request.gpus, zero=stage, precision=request.precision, checkpointing=policy,
                     loss=request.loss, attention=request.attention, offload=request.offload,
+                    optimizer=request.optimizer,
                     runtime_bytes=request.device.runtime_bytes(request.gpus),
                     fragmentation=request.fragmentation, buckets=request.buckets,
                 )  # fmt: skip

@@ -66,6 +66,8 @@ def run_config(plan: Plan, name: str, data: str | None, samples: int | None) -> 
         "loss": {"kind": "disco" if setup.loss == "open_clip" else setup.loss},
         "data": {"train": data or "demo"},
     }
+    if setup.optimizer != "adamw":
+        run["optimizer"] = {"name": setup.optimizer}
     if setup.tile is not None:
         run["loss"]["tile"] = setup.tile
     return {**run, "samples": samples} if samples is not None else {**run, "steps": 1000}

@@ -89,6 +89,8 @@ def precision_and_models(seed):
         {"stage": 0, "overlap": True},
         {"stage": 2, "overlap": True, "policy": "full"},
         {"stage": 1, "accumulation": 4, "reuse_last": True},
+        {"stage": 2, "accumulation": 4, "reduce_once": False},
+        {"stage": 3, "accumulation": 2, "reduce_once": False},
         {"stage": 3, "accumulation": 2, "reuse_last": True, "on_host": False},
         {"stage": 2, "policy": "full", "by_deepspeed": {"partition_activations": True, "cpu_checkpointing": True}},
         {"stage": 3, "policy": "every:2", "by_deepspeed": {"partition_activations": True}},
