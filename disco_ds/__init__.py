@@ -13,14 +13,32 @@ __version__ = "0.1.0"
 _HOME = {
     "contrastive_loss": "disco_ds.loss",
     "ContrastiveLoss": "disco_ds.loss",
+    "build_loss": "disco_ds.loss",
+    "gather_ahead": "disco_ds.loss",
+    "loss_bytes": "disco_ds.loss_memory",
+    "ClipLoss": "disco_ds.loss_clip",
+    "SigmoidLoss": "disco_ds.loss_sigmoid",
     "RunConfig": "disco_ds.config",
 }
 
-__all__ = ["ContrastiveLoss", "RunConfig", "__version__", "contrastive_loss"]
+__all__ = [
+    "ClipLoss",
+    "ContrastiveLoss",
+    "RunConfig",
+    "SigmoidLoss",
+    "__version__",
+    "build_loss",
+    "contrastive_loss",
+    "gather_ahead",
+    "loss_bytes",
+]
 
 if TYPE_CHECKING:
     from disco_ds.config import RunConfig
-    from disco_ds.loss import ContrastiveLoss, contrastive_loss
+    from disco_ds.loss import ContrastiveLoss, build_loss, contrastive_loss, gather_ahead
+    from disco_ds.loss_clip import ClipLoss
+    from disco_ds.loss_memory import loss_bytes
+    from disco_ds.loss_sigmoid import SigmoidLoss
 
 
 def __getattr__(name: str) -> Any:

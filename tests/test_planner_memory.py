@@ -63,15 +63,14 @@ def test_the_peak_is_the_highest_of_its_points_and_its_categories_are_its_sum():
     assert prediction.peak_bytes == max(moment.total for moment in prediction.moments.values())
 
 
-def test_states_are_those_of_deepspeeds_estimate_at_the_optimizer():
-    """DeepSpeed's estimate_zero2 counts 2P + 18P/N: that is the optimizer's moment, buckets apart."""
+def test_states_are_deepspeeds_estimate_and_what_it_leaves_out():
+    """DeepSpeed's estimate_zero2 counts 2P + 18P/N; for a moment the flat gradient is there in bf16 and fp32 (2P/N)."""
     model = shipped("ViT-B-32")
     for gpus in (8, 64):
-        setup = Setup(gpus=gpus, zero=2, precision="bf16")
-        optimizer = predict(model, setup, 1).moments["optimizer"]
-        share = owned_gradients(model, gpus)
-        exact = 2 * model.parameters + (12 + 4 + 2) * model.parameters / gpus
-        assert optimizer.total - 2 * (share - model.parameters / gpus) == pytest.approx(exact, rel=0.02)
+        optimizer = predict(model, Setup(gpus=gpus, zero=2, precision="bf16"), 1).moments["optimizer"]
+        share = model.parameters / gpus
+        kept_whole = 2 * (owned_gradients(model, gpus) - share)  # parameters that a partition's edge goes through
+        assert optimizer.total - kept_whole == pytest.approx(2 * model.parameters + (18 + 2) * share, rel=0.005)
 
 
 def test_a_parameter_that_a_cut_goes_through_is_kept_on_both_sides():

@@ -10,9 +10,9 @@ the table. Bytes everywhere; P parameters, N GPUs, q elements of a reduction buc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from disco_ds.loss_memory import loss_bytes
 from disco_ds.planner.coefficients import Coefficients, Point, Trace, trace_key
@@ -155,9 +155,17 @@ class _Step:
         self.p = model.parameters
         self.share = -(-self.p // setup.gpus) if setup.zero else self.p
         self.size = setup.parameter_bytes
-        self.owned = owned_gradients(model, setup.gpus) if setup.zero in (1, 2) else self.p
+        self.owned = self._once("owned", owned_gradients, setup.gpus) if setup.zero in (1, 2) else self.p
         self.base = self._base()
-        self.full, self.last = full_buckets(model, self.buckets.reduce, setup.precision)
+        self.full, self.last = self._once("buckets", full_buckets, self.buckets.reduce, setup.precision)
+
+    def _once(self, name: str, find: Callable[..., Any], *arguments: Any) -> Any:
+        """``find(model, *arguments)``, remembered with the model: a search asks for it at every batch."""
+        memory = self.model.__dict__.setdefault("_memory", {})
+        key = (name, *arguments)
+        if key not in memory:
+            memory[key] = find(self.model, *arguments)
+        return memory[key]
 
     def moments(self) -> Iterator[Moment]:
         """All moments that can be highest."""

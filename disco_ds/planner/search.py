@@ -148,7 +148,7 @@ class Planner:
             return self.predict(setup, batch(units), micro).peak_bytes <= request.limit_bytes
 
         low = 0
-        for power in range(27, -1, -1):
+        for power in range(22, -1, -1):
             if fits(1 << power):
                 low = 1 << power
                 break

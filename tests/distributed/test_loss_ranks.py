@@ -237,7 +237,7 @@ def groups_and_frozen(seed: int) -> list[str]:
 
     def compare(name: str, gradient: torch.Tensor | None, tower: str, factor: float = 1.0) -> None:
         error = relative_error(gradient / (2 * factor), expected[tower][own])
-        if not error < 4e-6:  # a rank's rows alone, which may be the worst ones
+        if not error < 3e-5:  # of the wiring: a rank's few rows alone may hang on one float32 logit
             failures.append(f"{name}: {tower} off by {error:.1e}, seed {seed}")
 
     image, text = share_of(me, counts, images, texts)
