@@ -58,9 +58,8 @@ class DataConfig(_Section):
     """Samples held in memory for shuffling, over all ranks (encoded: about 50 KB each for 256-pixel JPEGs)."""
     lanes: PositiveInt | None = None
     """Read positions in the stream; a multiple of every number of GPUs to be used. None: from global_batch."""
-    augment: Literal["crop", "affine", "resize"] = "crop"
-    """Training transform: open_clip's random resized "crop" (scale 0.9 to 1); "resize" as in evaluation; "affine": the
-    same after a random shift, scale, small turn and mirroring, on white (for drawings and small data sets)."""
+    augment: Literal["crop", "resize"] = "crop"
+    """Training transform: open_clip's random resized "crop" (scale 0.9 to 1), or "resize" as in evaluation."""
     max_bad_fraction: float = Field(0.5, ge=0, le=1)
     """The run stops when more than this share of the samples read is bad (from 1,000 samples a rank on)."""
     max_pixels: PositiveInt = Field(89_478_485, le=178_956_970)
@@ -87,6 +86,19 @@ class LossConfig(_Section):
     """Keep the rank's block of logits for the second pass (faster) or recompute it (smaller). one_block only."""
     overlap: bool | Literal["auto"] = "auto"
     """Gather the texts while the images are encoded (one_block, ZeRO 0 to 2). auto: on GPUs."""
+
+    @model_validator(mode="after")
+    def _options_of_the_kind(self) -> LossConfig:
+        if self.tile is not None and self.kind not in ("one_block", "sigmoid"):
+            raise ValueError(f"loss.tile: the loss {self.kind!r} has no tiles; leave it out")
+        if self.keep_logits != "auto" and self.kind != "one_block":
+            raise ValueError(f"loss.keep_logits: the loss {self.kind!r} has no such choice; leave it out")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What :func:`disco_ds.loss.build_loss` takes for this kind."""
+        tiles = {"tile": self.tile} if self.kind in ("one_block", "sigmoid") else {}
+        return {**tiles, "keep_logits": self.keep_logits} if self.kind == "one_block" else tiles
 
 
 class CachedConfig(_Section):

@@ -122,6 +122,11 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> R
     if by_deepspeed:
         configure_checkpointing(engine_config.deepspeed["activation_checkpointing"])
     model = build_model(config.model, config.seed, deepspeed_checkpointing=by_deepspeed)
+    if config.loss.kind == "sigmoid" and model.logit_bias is None:
+        raise ConfigError(
+            f"loss.kind sigmoid needs a model with a bias, {config.model.name} has none: choose a SigLIP model, or "
+            f"give init_logit_bias (SigLIP's is -10) and init_logit_scale in the model's JSON"
+        )
     tokenizer = build_tokenizer(config.model)
     transform = build_transform(model, training=True, augment=config.data.augment)
     on_rank_0(lambda: _probe(config, transform))
@@ -177,7 +182,7 @@ def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, dev
     overlap = config.loss.overlap if config.loss.overlap != "auto" else device.type == "cuda"
     return TrainStep(
         engine,
-        build_loss(config.loss.kind, tile=config.loss.tile, keep_logits=config.loss.keep_logits),
+        build_loss(config.loss.kind, **config.loss.options()),
         engine_config.batch.accumulation,
         device,
         on_host=config.cached.images == "host",

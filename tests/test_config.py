@@ -90,6 +90,8 @@ def test_resolved_config_reads_back(tmp_path):
         (["--data.weights", "1", "2"], ["data.weights", "2 entries for 1"]),
         (["--schedule.warmup_steps", "1", "--schedule.warmup_samples", "1"], ["warmup_steps", "warmup_samples"]),
         (["stray"], ["'stray'"]),
+        (["--loss.kind", "clip", "--loss.tile", "8"], ["loss.tile", "'clip'"]),
+        (["--loss.kind", "sigmoid", "--loss.keep_logits", "true"], ["loss.keep_logits", "'sigmoid'"]),
         (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
     ],
 )
@@ -116,6 +118,14 @@ def test_named_errors_of_files(tmp_path, text, words):
     message = refused("--config", str(path))
     assert "bad.yaml" in message or "neither" in message
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("kind", ["one_block", "disco", "clip", "sigmoid"])
+def test_every_loss_builds_from_its_options(kind):
+    from disco_ds.loss import build_loss
+
+    config, _ = parse(*BASE, "--loss.kind", kind)
+    assert callable(build_loss(kind, **config.loss.options()))
 
 
 def test_help_explains_every_field(capsys):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.data import DataError, TrainStream, merge_states, read_heldout
+from disco_ds.data import DataError, TrainStream, merge_states
 from disco_ds.data.lanes import Tally, draw
 from disco_ds.data.shards import read_shard
 from disco_ds.data.stream import default_lanes
-from tests.shards import data_config, image_bytes, letters, make_shards, noisy, sample, to_tensor, write_shard
+from tests.shards import data_config, letters, make_shards, noisy, sample, to_tensor, write_shard
 
 BATCH = 24
 
@@ -240,22 +240,6 @@ def test_training_process_generators_are_left_alone(shards):
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(3)
         assert found == draws(), workers
-
-
-def test_affine_augmentation_is_part_of_the_order(tmp_path):
-    """It moves drawings about, the same way on any number of ranks, and leaves held-out images alone."""
-    data = image_bytes(7, size=32)
-    write_shard(tmp_path / "s.tar", {f"k{i}": {"png": data, "txt": b"t"} for i in range(6)})
-    config = data_config(str(tmp_path), val=str(tmp_path), lanes=2, augment="affine")
-    options = {"transform": to_tensor, "tokenizer": letters}
-    (whole,) = streams(config, batch=12, transform=to_tensor)
-    batch = next(whole)
-    assert len({image.numpy().tobytes() for image in batch.images}) == 12
-    halves = [next(stream) for stream in streams(config, 2, batch=12, transform=to_tensor)]
-    assert torch.equal(batch.images[::2], halves[0].images)
-    assert torch.equal(batch.images[1::2], halves[1].images)
-    for held in read_heldout(config, rank=0, world_size=1, batch=8, **options):
-        assert len({image.numpy().tobytes() for image in held.images}) == 1
 
 
 def test_gzip_and_pipes_read_like_files(shards, tmp_path):

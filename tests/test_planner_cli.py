@@ -12,15 +12,11 @@ import pytest
 from disco_ds.cli import options
 from disco_ds.cli.plan import main
 from disco_ds.config import RunConfig
+from disco_ds.ds_checks import read_ds_config
 from disco_ds.ds_config import fill_buckets, resolve
 from disco_ds.planner.coefficients import shipped
 from disco_ds.planner.memory import CATEGORIES
 from disco_ds.planner.report import SCHEMA
-
-try:
-    from disco_ds.ds_checks import read_ds_config
-except ImportError:
-    from disco_ds.ds_config import read_ds_config
 
 
 def run(capsys, *words):
@@ -156,6 +152,7 @@ def test_the_written_files_resolve_to_the_plan(capsys, tmp_path, extra):
     zero = resolved.deepspeed["zero_optimization"]
     assert "auto" not in zero.values()
     assert zero.get("reduce_bucket_size", 0) <= model.parameters + 1
+    capsys.readouterr()  # DeepSpeed's greetings
     # what was written is planned as the same step
     again = run(capsys, "--gpus", "8", "--mem", "80G", "--ds-config", str(files / "ds_config.json"), "--json",
                 "--checkpointing", answer["settings"]["checkpointing"])[1]  # fmt: skip

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision import transforms
-from torchvision.transforms import InterpolationMode
 
 from disco_ds.config import DataConfig
 from disco_ds.data.shards import RawSample
@@ -46,15 +44,12 @@ class Pair:
 class Decoder:
     """The configured way from bytes to a pair; picklable when the transform is."""
 
-    def __init__(
-        self, config: DataConfig, transform: Callable[[Image.Image], Tensor], *, training: bool = False
-    ) -> None:
+    def __init__(self, config: DataConfig, transform: Callable[[Image.Image], Tensor]) -> None:
         self.image_extensions = tuple(_extension(key) for key in config.image_key.split(";") if key.strip())
         caption, _, self.json_key = config.caption_key.partition(":")
         self.caption_extensions = tuple(_extension(key) for key in caption.split(";") if key.strip())
         self.max_pixels = config.max_pixels
         self.transform = transform
-        self.before = affine() if training and config.augment == "affine" else None
         self.wanted = frozenset(self.image_extensions + self.caption_extensions)
 
     def captions(self, raw: RawSample) -> list[str]:
@@ -98,17 +93,10 @@ class Decoder:
         with seeded(seed):
             caption = captions[random.randrange(len(captions))] if len(captions) > 1 else captions[0]
             try:
-                pixels = self.transform(image if self.before is None else self.before(image))
+                pixels = self.transform(image)
             except Exception as error:
                 raise SampleFault("transform_failed", f"{type(error).__name__}: {error}") from error
         return Pair(pixels, caption, captions, raw.name)
-
-
-def affine() -> Callable[[Image.Image], Image.Image]:
-    """data.augment "affine": mirrored half of the time, turned by up to 10 degrees, shifted and scaled, on white."""
-    white = (255, 255, 255)
-    move = transforms.RandomAffine(10, (0.1, 0.1), (0.75, 1.1), fill=white, interpolation=InterpolationMode.BILINEAR)
-    return transforms.Compose([transforms.RandomHorizontalFlip(), move])
 
 
 def _extension(key: str) -> str:

@@ -29,7 +29,7 @@ log = logging.getLogger("disco_ds.data")
 FORMAT = 3
 """Raised when what is written changes, so that an older cache is not taken for a new one."""
 IMAGE_PX = 72
-"""Side of the drawings: OpenMoji's own grid, a little above the demo model's 64 so that a random crop loses nothing."""
+"""Side of the drawings: OpenMoji's own grid, above what the demo model sees, so that a random crop loses nothing."""
 TRAIN_SHARDS, VAL_SHARDS = 32, 2
 VAL_PERCENT = 10
 STALE_S = 3600.0

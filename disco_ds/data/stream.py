@@ -196,7 +196,7 @@ class TrainStream:
         stored = cursor["lane_states"] if cursor else {}
         self._states = {lane: stored[lane] for lane in own if lane in stored}
         self._plan = _Plan(
-            sources, config.weights, Decoder(config, transform, training=True), tokenizer, seed, lanes, config.shuffle,
+            sources, config.weights, Decoder(config, transform), tokenizer, seed, lanes, config.shuffle,
             config.max_bad_fraction, rank, world_size, global_batch, self._position, self._states,
         )  # fmt: skip
         self._workers = min(config.workers, len(own))

@@ -84,8 +84,9 @@ def assumptions(plan: Plan) -> list[str]:
         f"{setup.optimizer} in fp32, fused; buckets as disco_ds fills its \"auto\"" if request.buckets is None
         else "buckets from --ds-config",
         f"attention: {setup.attention}",
-        f"step time {plan.step_s:.2f} s is an estimate to rank settings by: {MODEL_FLOPS_SHARE:.0%} of "
-        f"{request.device.tflops:g} TFLOP/s, collectives at {request.bandwidth_gb_s:g} GB/s, not overlapped",
+        f"step time {plan.step_s:.2f} s: an estimate, only to rank settings by; {MODEL_FLOPS_SHARE:.0%} of "
+        f"{request.device.tflops:g} TFLOP/s,",
+        f"  collectives at {request.bandwidth_gb_s:g} GB/s (--bandwidth), not overlapped",
     ]  # fmt: skip
     if setup.checkpointing == "offload":
         notes.append("offload: what blocks keep goes to pinned host memory, which is not counted here")
