@@ -12,8 +12,9 @@ from disco_ds.errors import ConfigError
 from disco_ds.planner import plan
 from disco_ds.planner.coefficients import Coefficients, Point, Trace, from_json, shipped, table, thin
 from disco_ds.planner.devices import DEVICES, device_named, device_with
-from disco_ds.planner.memory import CATEGORIES, Held, Setup, full_buckets, owned_gradients, predict
+from disco_ds.planner.memory import CATEGORIES, Setup, predict
 from disco_ds.planner.models import ModelSource
+from disco_ds.planner.partitions import Held, full_buckets, owned_gradients
 from disco_ds.planner.search import Planner, Request, changed
 
 DOZEN = (

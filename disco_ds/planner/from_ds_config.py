@@ -8,7 +8,7 @@ from typing import Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import Coefficients
-from disco_ds.planner.memory import Buckets, default_buckets
+from disco_ds.planner.partitions import Buckets, default_buckets
 
 AUTO = ("auto", None)
 

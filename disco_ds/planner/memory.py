@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from disco_ds.loss_memory import loss_bytes
 from disco_ds.planner.coefficients import Coefficients, Point, Trace, trace_key
+from disco_ds.planner.partitions import Buckets, Held, default_buckets, full_buckets, owned_gradients
 
 GIB = 2**30
 MIB = 2**20
@@ -26,27 +27,6 @@ OPTIMIZER_BYTES = {"adamw": 8, "lion": 4}
 """States of an optimizer for one parameter, in fp32."""
 ALLREDUCE_ELEMENTS = 500_000_000
 """DeepSpeed's stage 0 flattens this many gradients at a time for the all-reduce."""
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """The sizes in a ds_config's zero_optimization, in elements."""
-
-    reduce: int
-    max_live: int
-    reuse_distance: int
-    overlap: bool
-
-
-def default_buckets(model: Coefficients, device: str = "cuda") -> Buckets:
-    """What :func:`disco_ds.ds_config.fill_buckets` puts in place of "auto", and DeepSpeed's own for the rest."""
-    bucket = max(model.largest, min(model.parameters, 50_000_000))
-    return Buckets(
-        reduce=bucket + bucket % 2,
-        max_live=max(2 * model.largest, model.parameters // 4),
-        reuse_distance=1_000_000_000,
-        overlap=device == "cuda",
-    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +46,8 @@ class Setup:
     keep_logits: bool | str = "auto"
     reuse_last: bool = False
     """Cached form: the last micro-batch's graph waits for its gradient while the loss is computed."""
+    reduce_once: bool = True
+    """Cached form: gradients are reduced after the last micro-batch only, and are whole on each rank until then."""
     images_on_device: bool = False
     """Cached form: the whole batch lies on the device between its two passes."""
     device: str = "cuda"
@@ -153,6 +135,7 @@ class _Step:
         # the whole form holds its batch from forward to the end of backward; on a CPU the loader's batch is the step's
         self.held = setup.device == "cpu" or batch == micro or setup.images_on_device
         self.p = model.parameters
+        self.coalesced = setup.reduce_once and batch > micro and setup.zero > 0 and setup.offload == "none"
         self.share = -(-self.p // setup.gpus) if setup.zero else self.p
         self.size = setup.parameter_bytes
         self.owned = self._once("owned", owned_gradients, setup.gpus) if setup.zero in (1, 2) else self.p
@@ -275,6 +258,8 @@ class _Step:
             return {"gradients": self.size * (self.p if before else done)}
         if setup.offload in ("optimizer", "all") and setup.zero < 3:
             return {"buckets": self._stage_2_buckets() if done else 0}
+        if self.coalesced:
+            return {**self._gathered(done), "gradients": self.size * self.p}
         if setup.zero == 1:
             whole = self.size * (self.p if before else done)
             return {"gradients": whole, "buckets": self._stage_2_buckets() if done else 0}
@@ -310,15 +295,18 @@ class _Step:
         if setup.zero == 3:
             # the first modules' parameters are still gathered, the token embedding among them
             gathered = self.size * min(2 * self.model.largest, self.p)
-            return {"parameters": gathered, "buckets": self._flat_copy(self.last)}
+            whole = self.size * max(p - q, 0) if self.coalesced else 0
+            return {"parameters": gathered, "gradients": whole, "buckets": self._flat_copy(self.last)}
         buckets = self._stage_2_buckets()
         if setup.offload in ("optimizer", "all"):
             return {"buckets": buckets + self._flat_copy(self.last)}
         owned = self.size * self.owned
-        if setup.zero == 1:
-            # whole gradients until they are in a bucket; then those not yet there, the flat copy and the rank's own
-            first = self.full[0][1] if self.full else self.last
-            after_first = self.size * max(p - q, 0) + self._flat_copy(first) + owned
+        if setup.zero == 1 or self.coalesced:
+            # whole gradients until they are in a bucket; then those not yet there, the flat copy or the rank's own
+            first = self._flat_copy(self.full[0][1] if self.full else self.last)
+            after_first = self.size * max(p - q, 0) + (
+                max(first, owned) if self.full or self.coalesced else first + owned
+            )
             return {"gradients": max(self.size * p, after_first), "buckets": buckets}
         # earlier micro-batches' sum, what has been reduced of this one; at least one, since a last step's goes late
         parts = max(1, (self.cuts > 1) + bool(self.full))
@@ -354,53 +342,3 @@ class _Step:
 
     def _groups(self) -> tuple[int, int]:
         return sum(self.model.matrices), self.model.vectors
-
-
-class Held(NamedTuple):
-    """Elements in a reduction bucket: those that autocast reduces in bf16, and the others."""
-
-    low: int
-    other: int
-
-
-def full_buckets(model: Coefficients, bucket: int, precision: str) -> tuple[list[tuple[int, Held]], Held]:
-    """When a reduction bucket is full before backward has ended, with what is in it; and what is left at the end.
-
-    The moment is given in elements whose gradient is complete by then. The gradient that does not fit any more waits
-    outside. Under autocast there are two buckets, without it one.
-    """
-    inside = {True: 0, False: 0}
-    done, moments = 0, []
-    for size in model.arrivals:
-        low = precision == "amp" and size < 0
-        if inside[low] + abs(size) > bucket and inside[low]:
-            moments.append((done, Held(inside[low], 0) if low else Held(0, inside[low])))
-            inside[low] = 0
-        inside[low] += abs(size)
-        done += abs(size)
-    return moments, Held(inside[True], inside[False])
-
-
-def owned_gradients(model: Coefficients, gpus: int) -> int:
-    """Elements of the gradients that the rank with the most of them keeps at stages 1 and 2.
-
-    Partitions are cut from the flat row of parameters; one that a cut goes through is kept whole on both sides.
-    """
-    total = sum(model.matrices)
-    share = -(-total // gpus)
-    most = start = 0
-    ends: list[tuple[int, int]] = []
-    for size in model.matrices:
-        ends.append((start, start + size))
-        start += size
-    first = 0
-    for rank in range(min(gpus, -(-total // max(share, 1)))):
-        low, high = rank * share, min((rank + 1) * share, total)
-        while ends[first][1] <= low:
-            first += 1
-        own, index = 0, first
-        while index < len(ends) and ends[index][0] < high:
-            own += ends[index][1] - ends[index][0]
-            index += 1
-        most = max(most, own)
-    return most + -(-model.vectors // gpus)

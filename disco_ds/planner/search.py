@@ -9,8 +9,9 @@ from disco_ds.errors import ConfigError
 from disco_ds.loss_memory import keeps_logits
 from disco_ds.planner.coefficients import trace_key
 from disco_ds.planner.devices import Device
-from disco_ds.planner.memory import Buckets, Prediction, Setup, predict
+from disco_ds.planner.memory import Prediction, Setup, predict
 from disco_ds.planner.models import ModelSource
+from disco_ds.planner.partitions import Buckets
 
 MODEL_FLOPS_SHARE = 0.4
 """Of a device's dense bf16 rate, what training reaches; assumed, the same for all settings."""

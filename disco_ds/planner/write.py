@@ -8,7 +8,7 @@ from typing import Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import Coefficients
-from disco_ds.planner.memory import default_buckets
+from disco_ds.planner.partitions import default_buckets
 from disco_ds.planner.search import Plan
 
 DS_CONFIG, RUN = "ds_config.json", "run.yaml"

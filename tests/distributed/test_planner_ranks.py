@@ -25,14 +25,13 @@ MIDGET = {
 }
 FULL = [(policy, cuts) for policy in ("none", "full", "every:2") for cuts in (1, 3)]
 # stage 3 comes last: it leaves torch's linear function patched for the rest of the process
-TINY_CASES = [(stage, "fp32", *case) for stage in (0, 1, 2) for case in FULL]
+TINY_CASES = [(stage, "fp32", *case) for stage in (0, 2) for case in FULL]
+TINY_CASES += [(1, "fp32", "none", 1), (1, "fp32", "full", 3)]
 TINY_CASES += [(stage, "bf16", "none", cuts) for stage in (0, 2) for cuts in (1, 3)]
-TINY_CASES += [(stage, "amp", "none", 1) for stage in (0, 1, 2)]
+TINY_CASES += [(stage, "amp", "none", 1) for stage in (0, 2)]
 TINY_CASES += [(3, "fp32", *case) for case in FULL] + [(3, "bf16", "none", 1)]
-LARGE_CASES = [
-    (0, "fp32", "none", 1), (0, "fp32", "full", 2), (2, "fp32", "none", 2), (2, "fp32", "every:2", 1),
-    (3, "fp32", "full", 1), (3, "fp32", "every:2", 2),
-]  # fmt: skip
+# each stage, each policy, whole and cached once: a step of these models takes seconds (docs/planner.md has all cases)
+LARGE_CASES = [(0, "fp32", "full", 1), (2, "fp32", "none", 2), (3, "fp32", "every:2", 1)]
 
 
 def run_config(model: dict, case: tuple, micro: int) -> tuple[RunConfig, dict]:
@@ -114,5 +113,4 @@ def test_a_real_step_takes_what_was_planned(model, cases, micro):
         rows.append((case, round(measured / 2**20, 1), round(planned / 2**20, 1), moment, planned / measured - 1))
     table = "\n".join(f"{case} real {m} MiB planned {p} MiB ({moment}) {e:+.2%}" for case, m, p, moment, e in rows)
     print(table)
-    # autocast at stage 3 is planned with the bf16 weights that DeepSpeed's linear layers do not keep
     assert all(abs(row[-1]) <= TOLERANCE for row in rows), table

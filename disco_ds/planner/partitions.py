@@ -1,0 +1,79 @@
+"""How DeepSpeed cuts gradients: into buckets as they arrive, and into partitions over ranks. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from disco_ds.planner.coefficients import Coefficients
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes in a ds_config's zero_optimization, in elements."""
+
+    reduce: int
+    max_live: int
+    reuse_distance: int
+    overlap: bool
+
+
+def default_buckets(model: Coefficients, device: str = "cuda") -> Buckets:
+    """What :func:`disco_ds.ds_config.fill_buckets` puts in place of "auto", and DeepSpeed's own for the rest."""
+    bucket = max(model.largest, min(model.parameters, 50_000_000))
+    return Buckets(
+        reduce=bucket + bucket % 2,
+        max_live=max(2 * model.largest, model.parameters // 4),
+        reuse_distance=1_000_000_000,
+        overlap=device == "cuda",
+    )
+
+
+class Held(NamedTuple):
+    """Elements in a reduction bucket: those that autocast reduces in bf16, and the others."""
+
+    low: int
+    other: int
+
+
+def full_buckets(model: Coefficients, bucket: int, precision: str) -> tuple[list[tuple[int, Held]], Held]:
+    """When a reduction bucket is full before backward has ended, with what is in it; and what is left at the end.
+
+    The moment is given in elements whose gradient is complete by then. The gradient that does not fit any more waits
+    outside. Under autocast there are two buckets, without it one.
+    """
+    inside = {True: 0, False: 0}
+    done, moments = 0, []
+    for size in model.arrivals:
+        low = precision == "amp" and size < 0
+        if inside[low] + abs(size) > bucket and inside[low]:
+            moments.append((done, Held(inside[low], 0) if low else Held(0, inside[low])))
+            inside[low] = 0
+        inside[low] += abs(size)
+        done += abs(size)
+    return moments, Held(inside[True], inside[False])
+
+
+def owned_gradients(model: Coefficients, gpus: int) -> int:
+    """Elements of the gradients that the rank with the most of them keeps at stages 1 and 2.
+
+    Partitions are cut from the flat row of parameters; one that a cut goes through is kept whole on both sides.
+    """
+    total = sum(model.matrices)
+    share = -(-total // gpus)
+    most = start = 0
+    ends: list[tuple[int, int]] = []
+    for size in model.matrices:
+        ends.append((start, start + size))
+        start += size
+    first = 0
+    for rank in range(min(gpus, -(-total // max(share, 1)))):
+        low, high = rank * share, min((rank + 1) * share, total)
+        while ends[first][1] <= low:
+            first += 1
+        own, index = 0, first
+        while index < len(ends) and ends[index][0] < high:
+            own += ends[index][1] - ends[index][0]
+            index += 1
+        most = max(most, own)
+    return most + -(-model.vectors // gpus)

@@ -1,0 +1,68 @@
+"""The planner inside a run: what "auto" becomes, and the measurement beside the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from disco_ds.config import RunConfig
+from disco_ds.ds_config import resolve
+from disco_ds.errors import ConfigError
+from disco_ds.planner.coefficients import shipped
+from disco_ds.planner.live import Measured, compare, fill_auto, predict_run
+from disco_ds.planner.memory import Setup, predict
+from disco_ds.planner.selfcheck import PROBE
+
+CPU = torch.device("cpu")
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": "auto"},
+}
+
+
+def run_config(**changes):
+    return RunConfig(
+        **{"steps": 1, "data": {"train": "unused"}, "model": {"name": "probe", "config": PROBE}, **changes}
+    )
+
+
+def quiet(_):
+    pass
+
+
+def test_auto_is_filled_and_what_is_given_stays():
+    config, content, plan = fill_auto(run_config(global_batch=256), AUTO, world_size=2, device=CPU, progress=quiet)
+    assert plan.fits
+    assert config.global_batch == content["train_batch_size"] == 256
+    assert config.micro_batch * content["gradient_accumulation_steps"] == 128
+    assert content["zero_optimization"]["stage"] == 2
+    assert content["zero_optimization"]["reduce_bucket_size"] <= plan.prediction.setup.gpus * 1_000_000
+    assert config.precision == "fp32"  # on a CPU
+    assert AUTO["train_batch_size"] == "auto"
+    resolved = resolve(config, content, world_size=2, on_gpu=False, source="test")
+    assert resolved.batch.per_rank == 128
+    prediction = predict_run(config, resolved, device=CPU, progress=quiet)
+    assert prediction.peak_bytes == plan.prediction.peak_bytes
+
+
+def test_an_open_batch_becomes_the_largest_and_a_policy_that_is_given_stays():
+    model = {"name": "probe", "config": PROBE, "checkpointing": "full"}
+    config, content, plan = fill_auto(run_config(model=model), AUTO, world_size=2, device=CPU, progress=quiet)
+    assert config.model.checkpointing == "full"
+    assert config.global_batch == plan.global_batch == content["train_batch_size"]
+    assert plan.global_batch >= 16
+    with pytest.raises(ConfigError, match="does not fit"):
+        fill_auto(run_config(global_batch=1 << 30, micro_batch=1 << 29), AUTO, world_size=2, device=CPU, progress=quiet)
+
+
+def test_a_measurement_beside_the_plan_warns_above_five_per_cent():
+    prediction = predict(shipped("ViT-B-32"), Setup(gpus=8, zero=2, runtime_bytes=1 << 30, fragmentation=1.1), 256)
+    planned = prediction.peak_bytes - (1 << 30) - prediction.peak.bytes["fragmentation"]
+    line, warning = compare(prediction, Measured(int(planned * 1.03), int(planned * 1.2), {"parameters": 303 << 20}))
+    assert warning is None
+    assert "+3.0%" in line
+    assert "parameters" in line
+    line, warning = compare(prediction, Measured(int(planned * 1.08), int(planned * 1.2), {}))
+    assert "8.0% more memory than planned" in warning
+    assert "less" in compare(prediction, Measured(int(planned * 0.9), planned, {}))[1]
