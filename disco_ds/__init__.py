@@ -19,6 +19,7 @@ _HOME = {
     "ClipLoss": "disco_ds.loss_clip",
     "SigmoidLoss": "disco_ds.loss_sigmoid",
     "RunConfig": "disco_ds.config",
+    "plan": "disco_ds.planner",
 }
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "contrastive_loss",
     "gather_ahead",
     "loss_bytes",
+    "plan",
 ]
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from disco_ds.loss_clip import ClipLoss
     from disco_ds.loss_memory import loss_bytes
     from disco_ds.loss_sigmoid import SigmoidLoss
+    from disco_ds.planner import plan
 
 
 def __getattr__(name: str) -> Any:

@@ -96,17 +96,18 @@ def _tiled_bytes(b: int, B: int, D: int, tile: int, item: int, keep: bool, kind:
     products = gathered + features
     # One tile's columns where they have to be cast; of the last tile, they are still there after the loop.
     columns, last_columns = (wide * D * n if cast and not native else 0 for n in (tile, B - (steps[0] - 1) * tile))
+    product = one_tile if device == "cpu" and wide == 4 else 0  # oneDNN's product of a tile, before it is scaled
     piece = min(b, PIECE_ROWS) * D
     selected = piece * (wide + item if cast and not native else wide)
     first = 0
-    second = base + logits + one_tile + products + columns
+    second = base + logits + one_tile + products + columns + (0 if keep else product)
     if kind == "sigmoid":
         second = max(second, base + last_columns + products + piece * (2 * wide if cast else wide)) + 40 * b
     else:
         # Sums of each tile and their log-sum-exp; then the hardest negatives in float64.
         partial_sums = 8 * (b * steps[0] + B * steps[1])
         measured = selected + (8 if item == 8 else 16) * piece + 8 * B + 80 * b
-        first = base + logits + max(columns + 60 * b, last_columns + max(2 * partial_sums + 60 * b, measured))
+        first = base + logits + max(columns + product + 60 * b, last_columns + max(2 * partial_sums + 60 * b, measured))
         corrected = 0 if native else max(selected + 16 * b, 45 * b)
         second = max(second, base + logits + one_tile + products + last_columns + corrected) + 24 * B + 100 * b
     if native:

