@@ -26,6 +26,8 @@ from disco_ds.evaluate import check_evaluation
 from disco_ds.loss import build_loss
 from disco_ds.model import TwoTowers, build_model, build_tokenizer, build_transform
 from disco_ds.optimizer import check_optimizer
+from disco_ds.planner.live import fill_auto
+from disco_ds.planner.report import headline
 from disco_ds.schedule import Schedule, build_schedule
 from disco_ds.step import TrainStep
 from disco_ds.telemetry import Telemetry, check_logging
@@ -94,16 +96,17 @@ def on_rank_0(action: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
-def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> Run:
+def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, plan: bool = False) -> Run:
     """Check, build and resume. Raises the same error on every rank before anything on disk has changed.
+
+    Args:
+        plan: let the planner fill what run and ds_config leave open, for the device at hand.
 
     Raises:
         ConfigError, DataError, CheckpointError: see the modules that they come from.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    engine_config = resolve(
-        config, read_ds_config(ds_config), world_size=world_size, on_gpu=device.type == "cuda", source=str(ds_config)
-    )
+    config, engine_config, planned = _resolve(config, ds_config, device, plan)
     global_batch = engine_config.batch.global_batch
     folder = config.runs_dir / config.name
     zero = engine_config.deepspeed["zero_optimization"]
@@ -118,15 +121,7 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> R
             checkpoint, world_size=world_size, zero_stage=engine_config.zero_stage, model=model_identity(config)
         )
 
-    by_deepspeed = uses_deepspeed_checkpointing(engine_config.deepspeed)
-    if by_deepspeed:
-        configure_checkpointing(engine_config.deepspeed["activation_checkpointing"])
-    model = build_model(config.model, config.seed, deepspeed_checkpointing=by_deepspeed)
-    if config.loss.kind == "sigmoid" and model.logit_bias is None:
-        raise ConfigError(
-            f"loss.kind sigmoid needs a model with a bias, {config.model.name} has none: choose a SigLIP model, or "
-            f"give init_logit_bias (SigLIP's is -10) and init_logit_scale in the model's JSON"
-        )
+    model = _build_towers(config, engine_config)
     tokenizer = build_tokenizer(config.model)
     transform = build_transform(model, training=True, augment=config.data.augment)
     on_rank_0(lambda: _probe(config, transform))
@@ -174,8 +169,40 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device) -> R
     )
     if rank == 0:
         (folder / "config.yaml").write_text(config.to_yaml())
-        telemetry.say(describe(run, checkpoint))
+        telemetry.say(describe(run, checkpoint) + (f"\n  planned   {planned}" if planned else ""))
     return run
+
+
+def _resolve(
+    config: RunConfig, ds_config: str | Path, device: torch.device, plan: bool
+) -> tuple[RunConfig, EngineConfig, str | None]:
+    """Run and ds_config, checked against each other; with ``plan`` filled by the planner, and what it has to say."""
+    content, planned, world_size = read_ds_config(ds_config), None, dist.get_world_size()
+    if plan:
+        config, content, found = fill_auto(
+            config, content, world_size=world_size, device=device, source=str(ds_config), progress=_say_once
+        )
+        planned = "\n".join(headline(found, config.model.name))
+    on_gpu = device.type == "cuda"
+    return config, resolve(config, content, world_size=world_size, on_gpu=on_gpu, source=str(ds_config)), planned
+
+
+def _build_towers(config: RunConfig, engine_config: EngineConfig) -> TwoTowers:
+    by_deepspeed = uses_deepspeed_checkpointing(engine_config.deepspeed)
+    if by_deepspeed:
+        configure_checkpointing(engine_config.deepspeed["activation_checkpointing"])
+    model = build_model(config.model, config.seed, deepspeed_checkpointing=by_deepspeed)
+    if config.loss.kind == "sigmoid" and model.logit_bias is None:
+        raise ConfigError(
+            f"loss.kind sigmoid needs a model with a bias, {config.model.name} has none: choose a SigLIP model, or "
+            f"give init_logit_bias (SigLIP's is -10) and init_logit_scale in the model's JSON"
+        )
+    return model
+
+
+def _say_once(message: str) -> None:
+    if dist.get_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
 
 
 def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, device: torch.device) -> TrainStep:

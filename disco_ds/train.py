@@ -16,13 +16,18 @@ import torch.distributed as dist
 from disco_ds.checkpoint import RunState, save_checkpoint
 from disco_ds.data.stream import Batch, merge_states
 from disco_ds.engine import gradient_norm
+from disco_ds.errors import ConfigError
 from disco_ds.evaluate import EvalResult, evaluate, format_result
 from disco_ds.model import preprocessing
 from disco_ds.optimizer import set_learning_rate
+from disco_ds.planner import live
 from disco_ds.report import write_report
 from disco_ds.setup import Run, model_identity
 from disco_ds.skips import Skips
 from disco_ds.step import StepResult, global_mean
+
+MEMORY_STEP = 3
+"""The step after which memory is compared with the plan: allocator and optimizer states have settled."""
 
 
 def train(run: Run) -> None:
@@ -42,6 +47,8 @@ def train(run: Run) -> None:
         message = skips.note(state.step, outcome.skipped, outcome.bad_rows, batch.keys)
         if message is not None:
             run.telemetry.say(message)
+        if state.step == MEMORY_STEP:
+            compare_memory(run)
         last = state.step == run.schedule.steps
         if last or state.step % config.logging.every_steps == 0:
             run.telemetry.log(state.step, window.metrics(outcome, skips.total))
@@ -59,6 +66,21 @@ def train(run: Run) -> None:
             run.watchdog.close()
             return
     finish(run, result)
+
+
+def compare_memory(run: Run) -> None:
+    """On a GPU, the memory measured so far beside what the planner predicts; a warning when they are far apart."""
+    if run.device.type != "cuda" or dist.get_rank() != 0:
+        return
+    try:
+        prediction = live.predict_run(run.config, run.engine_config, device=run.device)
+    except ConfigError as error:  # an optimizer or model that the planner does not know is no reason to stop
+        run.telemetry.say(f"memory: not predicted ({error})")
+        return
+    line, warning = live.compare(prediction, live.measure(run.engine, run.device))
+    run.telemetry.say(line)
+    if warning is not None:
+        run.telemetry.say(warning)
 
 
 def finish(run: Run, result: EvalResult | None) -> None:

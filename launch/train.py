@@ -26,7 +26,7 @@ def main() -> None:
     prepare_environment()
     demo = Path(disco_ds.__file__).parent / "demo.yaml"
     try:
-        config, ds_config = options.parse(sys.argv[1:], prog="launch/train.py", demo=demo)
+        config, launch = options.parse(sys.argv[1:], prog="launch/train.py", demo=demo)
     except ConfigError as error:
         options.fail(error, rank())
 
@@ -40,7 +40,7 @@ def main() -> None:
 
     start_logging(rank())
     try:
-        run = prepare(config, ds_config or ROOT / "ds_configs" / "zero2.json", device)
+        run = prepare(config, launch.ds_config or ROOT / "ds_configs" / "zero2.json", device, plan=launch.plan)
     except (ConfigError, DataError, CheckpointError) as error:
         options.fail(error, rank())  # every rank has the same error
     try:

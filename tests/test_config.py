@@ -30,7 +30,7 @@ def refused(*argv):
 
 
 def test_flags_reach_their_fields():
-    config, ds = parse(
+    config, launch = parse(
         "--data.train", "a/{00,03}.tar", "b.tar", "--data.weights", "1", "2.5", "--samples", "1000",
         "--optimizer.betas", "0.8", "0.9", "--loss.keep_logits", "false", "--model.config", '{"embed_dim": 3}',
         "--logging.tensorboard", "--data.val", "null", "--ds_config", "x.json", "--local_rank=1",
@@ -43,7 +43,7 @@ def test_flags_reach_their_fields():
     assert config.model.config == {"embed_dim": 3}
     assert config.logging.tensorboard is True
     assert config.data.val is None
-    assert ds == "x.json"
+    assert (launch.ds_config, launch.plan) == ("x.json", False)
 
 
 def test_repeated_list_flags_add_up():
@@ -62,10 +62,10 @@ def test_flags_win_over_the_file(tmp_path, suffix):
 
 
 def test_without_config_and_data_it_is_the_demo():
-    config, ds = parse()
+    config, launch = parse("--plan", "auto")
     assert config.data.train == "demo"
     assert config.name == "demo"
-    assert ds is None
+    assert (launch.ds_config, launch.plan) == (None, True)
 
 
 def test_resolved_config_reads_back(tmp_path):

@@ -12,6 +12,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -86,6 +87,9 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="run file, YAML or JSON, with the fields below; flags win")
     parser.add_argument("--ds_config", metavar="FILE", help="DeepSpeed config (default: ds_configs/zero2.json)")
+    parser.add_argument(
+        "--plan", choices=["auto"], help="let the planner fill what is left open, for the device it finds"
+    )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # added by the deepspeed launcher
     groups: dict[str, Any] = {}
     for dotted, field in leaf_fields():
@@ -168,7 +172,17 @@ def _explain(error: ValidationError, flags: set[str], source: str) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
-def parse(argv: Sequence[str], *, prog: str, demo: Path) -> tuple[RunConfig, str | None]:
+@dataclass(frozen=True)
+class Launch:
+    """What the command line says beside the run's fields."""
+
+    ds_config: str | None
+    """Path given as ``--ds_config``."""
+    plan: bool
+    """Whether ``--plan auto`` was given."""
+
+
+def parse(argv: Sequence[str], *, prog: str, demo: Path) -> tuple[RunConfig, Launch]:
     """Read the command line and the file that it names.
 
     Args:
@@ -176,7 +190,7 @@ def parse(argv: Sequence[str], *, prog: str, demo: Path) -> tuple[RunConfig, str
         demo: run file that is used when neither ``--config`` nor ``--data.train`` is given.
 
     Returns:
-        The checked configuration, and the path given as ``--ds_config`` (None if not given).
+        The checked configuration, and the flags of the launch itself.
 
     Raises:
         ConfigError: anything wrong with flags or file; the message names each faulty field.
@@ -193,7 +207,8 @@ def parse(argv: Sequence[str], *, prog: str, demo: Path) -> tuple[RunConfig, str
             else f"{flag!r}: an argument that no flag takes; fields are given as --field value"
         )
     given = vars(arguments)
-    config_file, ds_config = given.pop("config"), given.pop("ds_config")
+    config_file = given.pop("config")
+    launch = Launch(given.pop("ds_config"), given.pop("plan") is not None)
     if config_file is None and given["data.train"] is None:
         config_file = demo
     content = read_file(config_file) if config_file is not None else {}
@@ -207,7 +222,7 @@ def parse(argv: Sequence[str], *, prog: str, demo: Path) -> tuple[RunConfig, str
     for dotted in flags:
         _set(content, dotted, _flag_value(dotted, fields[dotted], given[dotted]), source)
     try:
-        return RunConfig.model_validate(content), ds_config
+        return RunConfig.model_validate(content), launch
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, source)) from None
 
