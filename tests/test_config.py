@@ -219,6 +219,12 @@ def test_named_errors_of_the_resolution(ds, fields, words):
         ({"optimizer": {"type": "Adam"}}, ["optimizer", "decay groups"]),
         ({"fp16": {"enabled": True}}, ["fp16", "bf16"]),
         ([1], ["JSON object", "list"]),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ["offload_param", "stage 3"]),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer", "stage 1"]),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "disk"}}}, ["device", "'disk'"]),
+        ({"prescale_gradients": True, "zero_optimization": {"stage": 2}}, ["prescale_gradients", "stage 2"]),
+        ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, ["contiguous_memory_optimization"]),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, ["cpu_checkpointing", "offload"]),
     ],
 )
 def test_named_errors_of_ds_config_files(tmp_path, content, words):
@@ -251,6 +257,35 @@ def test_precision(ds, precision, on_gpu, expected):
     assert engine_config.precision == expected
     assert engine_config.deepspeed["bf16"]["enabled"] is (expected == "bf16")
     assert engine_config.deepspeed.get("torch_autocast", {}).get("enabled", False) is (expected == "amp")
+
+
+def test_recomputing_by_deepspeed_needs_a_policy_that_recomputes():
+    section = {"activation_checkpointing": {"partition_activations": True}}
+    with pytest.raises(ConfigError, match=r"model\.checkpointing is none"):
+        solved(section, global_batch=2)
+    assert solved(section, global_batch=2, model={"checkpointing": "every:2"}).batch.global_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        ({"stage": 3, "stage3_param_persistence_threshold": 5000}, ["persistence_threshold 5000", "1000 elements"]),
+        ({"stage": 2, "allgather_bucket_size": 1001}, ["allgather_bucket_size", "even"]),
+        ({"stage": 2, "sub_group_size": "auto"}, ["sub_group_size", '"auto"']),
+    ],
+)
+def test_named_errors_that_need_the_model(zero, words):
+    engine_config = solved({"zero_optimization": zero}, global_batch=2)
+    with pytest.raises(ConfigError) as caught:
+        fill_buckets(engine_config, 1234, 1000, on_gpu=False)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_bucket_larger_than_the_model_is_lowered_and_said():
+    engine_config = solved({"zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}, global_batch=2)
+    fill_buckets(engine_config, 1235, 1000, on_gpu=False)
+    assert engine_config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 1236
+    assert "lowered from 5e+08" in engine_config.filled["zero_optimization.reduce_bucket_size"]
 
 
 def test_buckets_fit_the_model():
