@@ -121,7 +121,7 @@ def run(ranks: int, b: int, dim: int, features: str, seed: int, checked: int, th
     started = time.perf_counter()
     torch.set_num_threads(threads)
     rows = torch.randperm(ranks * b, generator=torch.Generator().manual_seed(seed))[:checked]
-    expected = streamed_reference(images, texts, 100.0, rows, chunk=256)
+    expected = streamed_reference(images, texts, 100.0, rows, chunk=32)
     torch.set_num_threads(1)
 
     def mean(values: list[float]) -> Tensor:

@@ -1,0 +1,52 @@
+"""A rank that hangs, or is killed: the run ends on all ranks, and the one to blame is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+
+
+def one_rank_hangs():
+    from disco_ds.watchdog import Watchdog
+
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    watchdog = Watchdog(store, rank=rank, world_size=dist.get_world_size(), timeout_s=3.0)
+    watchdog.note("step 5: waits for data")
+    if rank == 1:
+        time.sleep(120)
+    time.sleep(1.5)  # so that rank 1 is behind by more than the clock's second
+    watchdog.note("step 5: trains")
+    dist.all_reduce(torch.zeros(1))  # waits for rank 1
+
+
+def test_a_rank_that_hangs_is_named():
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(one_rank_hangs, 2, timeout_s=90)
+    text = str(caught.value)
+    assert "still running after" not in text, text
+    assert "exit 75" in text, text
+    report = text[text.index("no progress for") :]
+    blamed, other = report.index("rank 1: step 5: waits for data"), report.index("rank 0: step 5: trains")
+    assert blamed < other, text
+
+
+def one_rank_is_killed():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(1000):
+        dist.all_reduce(torch.zeros(1))
+
+
+def test_a_rank_that_is_killed_does_not_leave_the_others_waiting():
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(one_rank_is_killed, 2, timeout_s=90)
+    assert "still running after" not in str(caught.value)
+    assert "rank 1 (exit -9)" in str(caught.value)
