@@ -124,6 +124,9 @@ def _main(folder: str) -> None:
         result = getattr(importlib.import_module(module), name)(*args)
         (work / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # the interpreter's own end now and then aborts in gloo's threads, with the result long written
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()

@@ -136,11 +136,11 @@ def test_the_written_files_resolve_to_the_plan(capsys, tmp_path, extra):
     answer = json.loads(out)
     assert status == 0
     files = tmp_path / "plan"
-    config, ds_config = options.parse(
+    config, launch = options.parse(
         ["--config", str(files / "run.yaml"), "--ds_config", str(files / "ds_config.json")], prog="t", demo=files
     )
     assert isinstance(config, RunConfig)
-    resolved = resolve(config, read_ds_config(ds_config), world_size=8, on_gpu=True, source="ds_config.json")
+    resolved = resolve(config, read_ds_config(launch.ds_config), world_size=8, on_gpu=True, source="ds_config.json")
     model = shipped("ViT-B-32")
     fill_buckets(resolved, model.parameters, model.largest, on_gpu=True)
     assert resolved.batch.global_batch == 8192
