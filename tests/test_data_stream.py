@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -13,6 +16,7 @@ from disco_ds.data import DataError, TrainStream, merge_states
 from disco_ds.data.lanes import Tally, draw
 from disco_ds.data.shards import read_shard
 from disco_ds.data.stream import default_lanes
+from tests.ranks import ROOT
 from tests.shards import data_config, letters, make_shards, noisy, sample, to_tensor, write_shard
 
 BATCH = 24
@@ -271,6 +275,32 @@ def test_a_worker_that_fails_says_so(tmp_path):
     with pytest.raises(RuntimeError, match="tokenizer broke"):
         next(stream)
     stream.close()
+
+
+PROGRAM_THAT_LEAVES_WORKERS = """
+import sys
+from tests.test_data_stream import data_config, streams
+
+if __name__ == "__main__":
+    kept = streams(data_config(sys.argv[1], workers=2, lanes=8))
+    print(len(next(kept[0]).keys))
+    raise RuntimeError("in the middle of a run")
+"""
+
+
+def test_a_program_ends_though_its_workers_are_alive(shards, tmp_path):
+    """Workers outlive SIGTERM, which is all that multiprocessing sends them at the end, and it waits for them."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM_THAT_LEAVES_WORKERS)
+    ended = subprocess.run(
+        [sys.executable, str(program), shards],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout) == (1, f"{BATCH}\n"), ended.stderr
+    assert "in the middle of a run" in ended.stderr
 
 
 def failing_tokenizer(texts):

@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from multiprocessing import connection, forkserver
+from functools import cache
+from multiprocessing import connection, forkserver, util
 from typing import Any
 
 import torch
@@ -56,6 +57,22 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
+@cache
+def _end_workers_at_exit(process: int) -> None:
+    """Once a process: kill loader workers that are alive when it ends.
+
+    multiprocessing sends its daemons SIGTERM then and waits for them, for ever where they ignore it. A finalizer runs
+    before that, in processes that multiprocessing started as well, where atexit would come too late.
+    """
+    util.Finalize(None, _kill_daemons, exitpriority=100)
+
+
+def _kill_daemons() -> None:
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
 def same(item: Any) -> Any:
     """The collate function that leaves everything as it is."""
     return item
@@ -63,6 +80,7 @@ def same(item: Any) -> Any:
 
 def loader_options() -> dict[str, Any]:
     """Arguments of torch's DataLoader for data sets that batch by themselves."""
+    _end_workers_at_exit(os.getpid())
     return {
         "batch_size": None,
         "collate_fn": same,

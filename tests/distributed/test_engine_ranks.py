@@ -70,7 +70,7 @@ def precision_and_models(seed):
         for accumulation in (1, 4):
             for precision in ("bf16", "amp"):
                 options = {"stage": stage, "accumulation": accumulation, "precision": precision}
-                case(options, 0.02, plain, floor=1.0, **options)
+                case(options, 0.05, plain, floor=1.0, **options)
     seeds = [1000 + rank for rank in range(world_size)]
     dropped = {**TINY_VOCAB, "vision_cfg": {**TINY_VOCAB["vision_cfg"], "patch_dropout": 0.5}}
     for accumulation in (1, 2, 4):
