@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from PIL import ImageColor
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 MAX_LOGIT_SCALE = math.log(100.0)
 """Upper clamp of logit_scale (Radford et al. 2021, section 2.5): the softmax temperature never falls below 0.01."""
@@ -64,6 +74,22 @@ class DataConfig(_Section):
     """The run stops when more than this share of the samples read is bad (from 1,000 samples a rank on)."""
     max_pixels: PositiveInt = Field(89_478_485, le=178_956_970)
     """Images with more pixels are dropped before they are decoded (decompression bombs); Pillow's limit is the most."""
+    min_image_size: NonNegativeInt = 0
+    """Images whose shorter side has fewer pixels are dropped (tiny_image). 0: none."""
+    max_aspect: float | None = Field(None, ge=1)
+    """Images whose longer side is more than this many times the shorter are dropped (extreme_aspect). None: none."""
+    clean_captions: bool = False
+    """Unescape HTML entities in captions, and take out control characters and runs of white space."""
+    background: str = "white"
+    """Colour behind transparent images: a name or "#rrggbb", as Pillow reads it."""
+    draft: bool = False
+    """Decode JPEGs that are twice the model's resolution or more at 1/2, 1/4 or 1/8 size: faster, other pixels."""
+    retries: NonNegativeInt = 3
+    """Attempts after a URL or command failed, in a row without a new sample; a local file is never tried again."""
+    retry_s: NonNegativeFloat = 1.0
+    """Seconds before the first further attempt, give or take half; doubled for each one after it."""
+    index: str | None = None
+    """Folder of the indices that "disco-data index --out" wrote. None: they are looked for beside the shards."""
 
     @model_validator(mode="after")
     def _weights_match(self) -> DataConfig:
@@ -73,6 +99,15 @@ class DataConfig(_Section):
         if self.weights is not None and (min(self.weights) < 0 or sum(self.weights) <= 0):
             raise ValueError("data.weights must be non-negative with a positive sum")
         return self
+
+    @field_validator("background")
+    @classmethod
+    def _is_a_colour(cls, value: str) -> str:
+        try:
+            ImageColor.getrgb(value)
+        except ValueError as error:
+            raise ValueError(f'{error}; give a name such as "white" or a code such as "#ffffff"') from None
+        return value
 
 
 class LossConfig(_Section):
@@ -158,7 +193,7 @@ class ScheduleConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """When the run saves itself. It also saves at its end and at SIGTERM."""
+    """When the run saves itself. It also saves at its end, at SIGUSR1, and at SIGTERM, which ends it."""
 
     every_steps: PositiveInt | None = None
     """Save every so many steps."""
@@ -166,6 +201,8 @@ class CheckpointConfig(_Section):
     """Save when so many minutes have passed since the last save."""
     keep: PositiveInt = 3
     """Checkpoints kept, newest first; older ones of this run are deleted after a new one is complete."""
+    keep_every_steps: PositiveInt | None = None
+    """Also keep, for good, the checkpoints whose step is a multiple of this."""
 
 
 class EvaluationConfig(_Section):

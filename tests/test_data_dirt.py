@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from disco_ds.data import DataError, TrainStream, probe, read_heldout
-from disco_ds.data.decode import SampleFault, open_rgb
+from disco_ds.data.decode import Pictures, SampleFault, open_rgb
 from disco_ds.data.shards import ShardFault, read_shard
 from tests.shards import (
     DIRT,
@@ -227,7 +227,7 @@ def encoded(image: Image.Image, format: str = "PNG", **options) -> bytes:
 
 
 def pixel(data: bytes, x: int = 0, y: int = 0) -> tuple[int, ...]:
-    return open_rgb(data, 10_000).getpixel((x, y))
+    return open_rgb(data, Pictures(10_000)).getpixel((x, y))
 
 
 def test_transparency_is_composited_on_white():
@@ -254,15 +254,15 @@ def test_exif_orientation_is_applied():
     image.putpixel((0, 0), (0, 0, 0))
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to see it upright
-    turned = open_rgb(encoded(image, exif=exif.tobytes()), 10_000)
+    turned = open_rgb(encoded(image, exif=exif.tobytes()), Pictures(10_000))
     assert turned.size == (4, 8)
     assert turned.getpixel((3, 0)) == (0, 0, 0)
 
 
 def test_pixel_limit_is_read_from_the_header():
     with pytest.raises(SampleFault, match=r"16 x 16 is more than data\.max_pixels = 255"):
-        open_rgb(image_bytes(0), 255)
-    assert open_rgb(image_bytes(0), 256).size == (16, 16)
+        open_rgb(image_bytes(0), Pictures(255))
+    assert open_rgb(image_bytes(0), Pictures(256)).size == (16, 16)
 
 
 def test_probe_says_what_was_seen(tmp_path):

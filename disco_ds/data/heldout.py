@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from disco_ds.config import DataConfig
 from disco_ds.data.decode import Decoder, Pair, SampleFault
-from disco_ds.data.lanes import NOTES_PER_REASON, Tally
+from disco_ds.data.lanes import NOTES_PER_REASON, Slice, Tally
 from disco_ds.data.shards import RawSample, ShardFault, read_shard
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import Tokenizer, Transform
@@ -117,12 +117,12 @@ class _Reader(IterableDataset):
                 continue
             first = (reader + number) % step  # turned from shard to shard: tiny ones must not all fall to reader 0
             try:
-                for raw in read_shard(shard, self.wanted, first, step):
+                for raw in read_shard(shard, self.wanted, first, step, self.decoder.access):
                     pair = self._decoded(raw, label, tally)
                     if pair is not None:
                         yield pair, _label(raw), (number << 40) + raw.number
             except ShardFault as fault:
-                if first == 0:  # each slice meets it; it is one fault
+                if Slice(shard, label, first, step).counts(fault):
                     tally.fault(label, fault.reason, fault)
 
     def _decoded(self, raw: RawSample, label: str, tally: Tally) -> Pair | None:
@@ -174,7 +174,7 @@ def _first_good(source: Source, decoder: Decoder, config: DataConfig, field: str
     shard = source.shards[0]
     for shard in source.shards:
         try:
-            with closing(read_shard(shard, decoder.wanted)) as raws:  # type: ignore[type-var]
+            with closing(read_shard(shard, decoder.wanted, access=decoder.access)) as raws:  # type: ignore[type-var]
                 for raw in raws:
                     tally.reads += 1
                     seen.update(raw.extensions)

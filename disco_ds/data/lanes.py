@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import Any
 
 from disco_ds.data.decode import Decoder, Pair, SampleFault
-from disco_ds.data.shards import RawSample, ShardFault, read_shard
-from disco_ds.data.sources import Source
+from disco_ds.data.shards import Access, RawSample, ShardFault, read_shard
+from disco_ds.data.sources import Source, is_remote
 from disco_ds.errors import DataError
 
 NOTES_PER_REASON = 3
@@ -70,6 +70,13 @@ class Slice:
     first: int
     step: int
 
+    def counts(self, fault: ShardFault) -> bool:
+        """Whether a fault of the shard is counted where this slice meets it.
+
+        A file's fault is met by each slice and is one. A URL may fail for one slice and not for the next.
+        """
+        return self.first == 0 or (fault.reason == "unreadable_shard" and is_remote(self.shard))
+
 
 class Slices:
     """The endless sequence of slices that all lanes share."""
@@ -102,8 +109,10 @@ class Slices:
 class Reader:
     """A lane's raw samples in reading order, from any point of it."""
 
-    def __init__(self, slices: Slices, lane: int, wanted: frozenset[str], tally: Tally, at: Sequence[int]) -> None:
-        self.slices, self.lane, self.wanted, self.tally = slices, lane, wanted, tally
+    def __init__(
+        self, slices: Slices, lane: int, wanted: frozenset[str], access: Access, tally: Tally, at: Sequence[int]
+    ) -> None:
+        self.slices, self.lane, self.wanted, self.access, self.tally = slices, lane, wanted, access, tally
         self.entry, self.offset = at
         self.entries_without_sample = 0
         self._open: Iterator[RawSample] | None = None
@@ -119,12 +128,12 @@ class Reader:
             part = self.slices.entry(self.lane, self.entry)
             if self._open is None:
                 first = part.first + self.offset * part.step
-                self._open = read_shard(part.shard, self.wanted, first, part.step)
+                self._open = read_shard(part.shard, self.wanted, first, part.step, self.access)
             try:
                 raw = next(self._open, None)
             except ShardFault as fault:
                 raw = None
-                if part.first == 0 and not quiet:  # each slice meets it; it is one fault
+                if part.counts(fault) and not quiet:
                     self.tally.fault(part.label, fault.reason, fault)
             if raw is not None:
                 held.append((raw, part.label))
@@ -216,10 +225,10 @@ class Lane:
         self.check = check
         state = state or {"n": 0, "reads": 0, "bad": 0, "at": [[0, 0, 0, 0] for _ in slices]}
         self.n, self.reads, self.bad = state["n"], state["reads"], state["bad"]
-        self.blocks = [
-            Blocks(Reader(part, number, decoder.wanted, tally, at[:2]), seed, str(tag), block_size, at[2], at[3])
-            for tag, (part, at) in enumerate(zip(slices, state["at"], strict=True))
-        ]
+        self.blocks = []
+        for tag, (part, at) in enumerate(zip(slices, state["at"], strict=True)):
+            reader = Reader(part, number, decoder.wanted, decoder.access, tally, at[:2])
+            self.blocks.append(Blocks(reader, seed, str(tag), block_size, at[2], at[3]))
 
     def next(self) -> Pair:
         """The next good sample. Its source, caption and augmentation depend on (seed, lane, n) alone."""

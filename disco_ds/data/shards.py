@@ -7,11 +7,14 @@ like the end). So the loop over the members is here; URLs, pipes and the split i
 
 from __future__ import annotations
 
+import logging
+import random
 import re
 import tarfile
+import time
 import zlib
-from collections.abc import Collection, Iterator
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 from urllib.parse import urlparse
@@ -19,10 +22,14 @@ from urllib.parse import urlparse
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import base_plus_ext
 
+from disco_ds.data.index import find_offsets
 from disco_ds.data.sources import is_remote
 from disco_ds.errors import DataError
 
+log = logging.getLogger("disco_ds.data")
+
 _META = re.compile(r"__[^/]*__($|/)")  # what webdataset skips: "__worker__" and the like
+_spread = random.SystemRandom()  # not the generators of augmentation, which a retry must leave as they are
 _READ_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error)
 
 
@@ -31,9 +38,13 @@ class ShardFault(Exception):
     truncated_shard, damaged_shard.
     """
 
-    def __init__(self, reason: str, shard: str, detail: object) -> None:
+    def __init__(self, reason: str, shard: str, detail: object, final: bool = False) -> None:
         super().__init__(f"{shard}: {detail}")
         self.reason = reason
+        self.final = final
+        """Reading again cannot help: every sample was given, or there is no such shard."""
+        self.last: RawSample | None = None
+        """The sample before an end without an end mark: it is whole, or lacks what was to come."""
 
 
 @dataclass
@@ -58,29 +69,74 @@ class RawSample:
         return f"{shard}#{self.key}"
 
 
-def read_shard(shard: str, wanted: Collection[str] | None, first: int = 0, step: int = 1) -> Iterator[RawSample]:
+@dataclass(frozen=True)
+class Access:
+    """How shards are opened."""
+
+    retries: int = 0
+    """Attempts after a remote shard failed, in a row without a new sample."""
+    retry_s: float = 1.0
+    """Seconds before the first further attempt, give or take half; doubled for each one after it."""
+    index: str | None = None
+    """Folder of the indices; None: beside the shards."""
+
+
+ONCE = Access()
+
+
+def read_shard(
+    shard: str, wanted: Collection[str] | None, first: int = 0, step: int = 1, access: Access = ONCE
+) -> Iterator[RawSample]:
     """Samples number ``first``, ``first + step``, … of a shard, in order; the bytes of others are not kept.
+
+    A remote shard that fails is opened again, and what it gave before is passed over: no sample comes twice.
 
     Args:
         shard: a path, URL or ``pipe:`` command.
         wanted: extensions to read (lower case, no dot); None: all.
         first: number of the first sample given.
         step: distance between samples given.
+        access: attempts, and where an index may be.
 
     Raises:
         ShardFault: after the samples before the fault were given. A sample that the fault cuts is not given.
     """
+    attempt, place = 0, first
+    before: str | None = None
+    while True:
+        try:
+            with closing(_read_once(shard, wanted, place, step, access)) as raws:
+                for raw in raws:
+                    attempt, place, before = 0, raw.number + step, None
+                    yield raw
+            return
+        except ShardFault as fault:
+            # Short or damaged at one place twice: it is the shard that is so, and not the way to it.
+            same = fault.reason != "unreadable_shard" and before == fault.reason
+            if attempt >= access.retries or same or fault.final or not is_remote(shard):
+                if fault.last is not None:
+                    yield fault.last
+                raise
+            wait_s = access.retry_s * 2**attempt * _spread.uniform(0.5, 1.5)
+            attempt, before = attempt + 1, fault.reason
+            log.warning("%s; attempt %d of %d in %.1f s", fault, attempt, access.retries, wait_s)
+            time.sleep(wait_s)
+
+
+def _read_once(
+    shard: str, wanted: Collection[str] | None, first: int, step: int, access: Access
+) -> Generator[RawSample, None, None]:
     stream = _open(shard)
     clean = False
     try:
-        yield from _samples(shard, stream, wanted, first, step)
+        yield from _samples(shard, stream, wanted, first, step, access)
         clean = True
     finally:
         try:
             stream.close()
         except Exception as error:  # a pipe says only now that its command failed
             if clean:
-                raise ShardFault("unreadable_shard", shard, error) from error
+                raise ShardFault("unreadable_shard", shard, error, final=True) from error
 
 
 def _open(shard: str) -> IO[bytes]:
@@ -94,7 +150,7 @@ def _open(shard: str) -> IO[bytes]:
             raise DataError(f"{shard}: webdataset cannot open {scheme}://, and fsspec is not installed") from error
         return fsspec.open(shard, "rb").open()
     except FileNotFoundError as error:
-        raise ShardFault("missing_shard", shard, error) from error
+        raise ShardFault("missing_shard", shard, error, final=True) from error
     except DataError:
         raise
     except Exception as error:  # fsspec's file systems raise what they like
@@ -102,17 +158,19 @@ def _open(shard: str) -> IO[bytes]:
 
 
 def _samples(
-    shard: str, stream: IO[bytes], wanted: Collection[str] | None, first: int, step: int
+    shard: str, stream: IO[bytes], wanted: Collection[str] | None, first: int, step: int, access: Access
 ) -> Iterator[RawSample]:
     number = -1
     prefix: str | None = None
     sample: RawSample | None = None
     try:
         archive = _open_tar(stream)
+        offsets = find_offsets(shard, access.index) if first or step > 1 else None
+        if offsets is not None and archive.fileobj is stream:
+            yield from _indexed(shard, archive, wanted, range(first, len(offsets), step), offsets)
+            return
         for member in _members(archive):
-            if not member.isreg() or _META.match(member.name):
-                continue
-            key, extension = base_plus_ext(member.name)
+            key, extension = _named(member)
             if key is None:
                 continue
             if key != prefix:
@@ -122,17 +180,46 @@ def _samples(
                 chosen = number >= first and (number - first) % step == 0
                 sample = RawSample(shard, number, key) if chosen else None
             if sample is not None:
-                _take(archive, member, extension.lower(), sample, wanted)
+                _take(archive, member, extension, sample, wanted)
     except GeneratorExit:
         raise
-    except _NoEndMark as error:
-        if sample is not None:
-            yield sample  # it is whole, or lacks what was to come and is counted for that
-        raise ShardFault("truncated_shard", shard, error) from error
     except _READ_ERRORS as error:
-        raise _classified(shard, stream, error, started=number >= 0) from error
+        fault = _classified(shard, stream, error, started=number >= 0)
+        fault.last = sample if isinstance(error, _NoEndMark) and fault.reason == "truncated_shard" else None
+        raise fault from error
     if sample is not None:
         yield sample
+
+
+def _indexed(
+    shard: str, archive: tarfile.TarFile, wanted: Collection[str] | None, numbers: range, offsets: Sequence[int]
+) -> Iterator[RawSample]:
+    """The samples with these numbers, going straight to each; their bytes are all that is read."""
+    for number in numbers:
+        # The next member is read from there; the first, which tarfile reads on opening, is not given out.
+        archive.offset, archive.firstmember = offsets[number], None  # type: ignore[attr-defined]
+        end = offsets[number + 1] if number + 1 < len(offsets) else None
+        sample: RawSample | None = None
+        for member in _members(archive):
+            key, extension = _named(member)
+            if key is not None and sample is None:
+                sample = RawSample(shard, number, key)
+            if sample is not None and key is not None:
+                if key != sample.key:
+                    break  # the file changed and its index did not notice; the sample itself is whole
+                _take(archive, member, extension, sample, wanted)
+            if archive.offset == end:  # type: ignore[attr-defined]
+                break
+        if sample is not None:
+            yield sample
+
+
+def _named(member: tarfile.TarInfo) -> tuple[str | None, str]:
+    """Key and extension of a member; None for what is not part of a sample."""
+    if not member.isreg() or _META.match(member.name):
+        return None, ""
+    key, extension = base_plus_ext(member.name)
+    return key, extension.lower() if key is not None else ""
 
 
 def _take(
@@ -167,6 +254,27 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         archive.members = []  # type: ignore[attr-defined]  # tarfile remembers every member it saw, which for a large shard is memory
 
 
+def sample_offsets(shard: str) -> list[int]:
+    """Byte offsets of the samples' first headers in a local, uncompressed shard that reads cleanly to its end.
+
+    Raises:
+        ShardFault: it does not; ``not_a_tar`` too if the tar is compressed, so that there is nothing to seek to.
+    """
+    offsets: list[int] = []
+    prefix: str | None = None
+    with _open(shard) as stream:
+        try:
+            archive = tarfile.open(fileobj=stream, mode="r:", tarinfo=_StrictInfo, errors="replace")  # noqa: SIM115
+            for member in _members(archive):
+                key, _ = _named(member)
+                if key is not None and key != prefix:
+                    prefix = key
+                    offsets.append(member.offset)
+        except _READ_ERRORS as error:
+            raise _classified(shard, stream, error, started=bool(offsets)) from error
+    return offsets
+
+
 class _NoEndMark(tarfile.ReadError):
     """The archive stops between two members, without the blocks of zeros that end one."""
 
@@ -190,14 +298,14 @@ class _StrictInfo(tarfile.TarInfo):
 
 def _classified(shard: str, stream: IO[bytes], error: BaseException, started: bool) -> ShardFault:
     """The fault behind a failed read. A pipe whose command failed looks like a short archive until it is closed."""
-    if isinstance(error, OSError) and not isinstance(error, tarfile.TarError):
-        return ShardFault("unreadable_shard", shard, error)
     if isinstance(stream, Pipe):
         try:
             stream.close()
         except Exception as failed:
             return ShardFault("unreadable_shard", shard, failed)
+    if isinstance(error, OSError) and not isinstance(error, tarfile.TarError):
+        return ShardFault("unreadable_shard", shard, error)
     if not started:
         return ShardFault("not_a_tar", shard, error)
-    ended = isinstance(error, EOFError) or "unexpected end" in str(error) or "truncated" in str(error)
+    ended = isinstance(error, (EOFError, _NoEndMark)) or "unexpected end" in str(error) or "truncated" in str(error)
     return ShardFault("truncated_shard" if ended else "damaged_shard", shard, error)
