@@ -1,19 +1,17 @@
 """Saving and resuming a run: DeepSpeed's shards, what else makes the next step, and a manifest that comes last.
 
-A checkpoint is a folder ``checkpoints/step-00000100``. It is written under a temporary name and renamed when every
-rank is done, so a folder of that name is whole; the manifest in it says what it holds. DeepSpeed's own ``latest``
-file, which points at halves after a kill, is not used.
+The folders themselves are in ``checkpoint_files``, reading them on another number of ranks in ``checkpoint_reshard``.
+DeepSpeed's own ``latest`` file, which points at halves after a kill, is not used.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
-import re
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,13 +21,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from disco_ds import checkpoint_files as files
+from disco_ds.checkpoint_reshard import fill_engine
+from disco_ds.checkpoint_state import SavedState
+from disco_ds.checkpoint_writer import FileWriter, writing_with
 from disco_ds.errors import CheckpointError
+from disco_ds.temperature import clamp_temperatures
 
 log = logging.getLogger("disco_ds")
 
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{8})")
-_FORMAT = 1
+ENGINE = "engine"
+"""The folder of DeepSpeed's files in a checkpoint: its "tag"."""
 
 
 @dataclass
@@ -41,150 +43,225 @@ class RunState:
     samples_seen: int
     cursor: dict[str, Any] | None
     """The data stream's position, see disco_ds.data.stream."""
+    skipped: int = 0
+    """Steps whose update was left out."""
+    skipped_in_a_row: int = 0
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint and the run that loads it have to agree on, and the sharding that may differ."""
+
+    world_size: int
+    zero_stage: int
+    model: dict[str, Any]
+    optimizer: str
 
 
-def find_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in a run's ``checkpoints`` folder, newest first."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: path.name, reverse=True)
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: see CheckpointConfig."""
+
+    keep: int
+    keep_every_steps: int | None = None
 
 
 def choose_checkpoint(resume: str | Path, folder: Path) -> Path | None:
     """The checkpoint to go on from, by the rule of ``RunConfig.resume``; None for a fresh start.
 
+    "auto" takes the newest that verifies and warns of those that it passes over. A collective: ranks share the reading
+    of the files, and all get the same answer.
+
     Raises:
-        CheckpointError: "never" where there is one, or a path that holds none.
+        CheckpointError: "never" where there is one, a path that holds none or a damaged one, or none that verifies.
     """
-    found = find_checkpoints(folder)
-    if resume == "auto":
-        return found[0] if found else None
-    if resume == "never":
-        if found:
-            raise CheckpointError(
-                f"resume is never, but {folder} holds {found[0].name}: choose another --name, or --resume auto to go on"
-            )
+    found = files.find_checkpoints(folder) if resume in ("auto", "never") else files.find_all(Path(resume))
+    found = _from_rank_0(found)
+    if resume == "never" and found:
+        raise CheckpointError(
+            f"resume is never, but {folder} holds {found[0].name}: choose another --name, or --resume auto to go on"
+        )
+    if resume in ("auto", "never") and not found:
         return None
-    path = Path(resume)
-    for candidate in (path, *find_checkpoints(path)[:1], *find_checkpoints(path / "checkpoints")[:1]):
-        if (candidate / MANIFEST).is_file():
+    if not found:
+        raise CheckpointError(
+            f"resume: {resume} is no checkpoint, nor a folder that holds a complete one ({files.MANIFEST} in it)"
+        )
+    skipped: list[str] = []
+    for candidate in found if resume == "auto" else found[:1]:
+        faults = shared_faults(candidate)
+        if not faults:
+            if skipped and dist.get_rank() == 0:
+                log.warning("checkpoints that do not verify were passed over: %s", "; ".join(skipped))
             return candidate
-    raise CheckpointError(f"resume: {path} is no checkpoint, nor a folder that holds a complete one ({MANIFEST} in it)")
+        skipped.append(f"{candidate.name} ({_some(faults)})")
+    if resume != "auto":
+        raise CheckpointError(f"resume: {found[0]} does not verify: {'; '.join(skipped)}")
+    raise CheckpointError(
+        f"none of the {len(found)} checkpoints in {folder} verifies: {'; '.join(skipped)}. Restore one, or start "
+        f"afresh under another --name; nothing there has been changed"
+    )
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read, or was written by a newer format.
-    """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: cannot be read: {error}") from None
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{path}: format {manifest.get('format')!r}; this version reads format {_FORMAT}")
-    return manifest
+def shared_faults(path: Path) -> list[str]:
+    """What is wrong with a checkpoint; the ranks share the reading. A collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, files.faults(path, part=dist.get_rank(), parts=dist.get_world_size()))
+    return list(dict.fromkeys(fault for found in everyone for fault in found))
 
 
-def check_resumable(path: Path, *, world_size: int, zero_stage: int, model: dict[str, Any]) -> None:
+def check_resumable(path: Path, run: Identity) -> None:
     """Refuse, before anything is built, a checkpoint that does not fit this run.
 
     Raises:
-        CheckpointError: other number of ranks, other ZeRO stage, other model.
+        CheckpointError: another model or optimizer, or another sharding where it cannot be converted.
     """
-    manifest = read_manifest(path)
-    if manifest["world_size"] != world_size:
+    manifest = files.read_manifest(path)
+    if manifest["model"] != run.model:
+        raise CheckpointError(f"{path} holds another model: {manifest['model']} there, {run.model} in this run")
+    if manifest["optimizer"] != run.optimizer:
         raise CheckpointError(
-            f"{path} was saved by {manifest['world_size']} ranks and this run has {world_size}: "
-            f"start it on {manifest['world_size']}, or start afresh under another --name"
+            f"{path} was saved with optimizer.name {manifest['optimizer']}, this run has {run.optimizer}: use that "
+            "one, or start a new run from its weights"
         )
-    if manifest["zero_stage"] != zero_stage:
+    stage = manifest["zero_stage"]
+    if stage != run.zero_stage and run.zero_stage == 0:
         raise CheckpointError(
-            f"{path} was saved at ZeRO stage {manifest['zero_stage']}, the ds_config says {zero_stage}: use that stage"
+            f"{path} was saved at ZeRO stage {stage}, the ds_config says 0: use 1, 2 or 3 (1 gives the same steps)"
         )
-    if manifest["model"] != model:
-        raise CheckpointError(f"{path} holds another model: {manifest['model']} there, {model} in this run")
 
 
-def save_checkpoint(
-    engine: Any, folder: Path, state: RunState, *, zero_stage: int, model: dict[str, Any], keep: int
-) -> Path:
-    """Write a checkpoint and drop all but the newest ``keep``. A collective: call it on every rank.
+def save_checkpoint(engine: Any, folder: Path, state: RunState, identity: Identity, retention: Retention) -> Path:
+    """Write a checkpoint, then drop those that retention gives up. A collective: call it on every rank.
 
     Returns:
         The folder of the new checkpoint; it exists under this name only when it is whole.
+
+    Raises:
+        CheckpointError: on every rank, when any of them could not write; older checkpoints are as they were.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    target = folder / _name(state.step)
-    unfinished = folder / f"tmp-{_name(state.step)}"
-    if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    engine.save_checkpoint(str(unfinished), tag="engine", client_state={}, save_latest=False)
-    torch.save(_random_states(engine.device), unfinished / f"random-rank{rank}.pt")
-    dist.barrier()
-    if rank == 0:
-        manifest = {
-            "format": _FORMAT,
-            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "world_size": world_size,
-            "zero_stage": zero_stage,
-            "model": model,
-            "versions": {name: version(name) for name in ("torch", "deepspeed", "open_clip_torch", "disco-ds")},
-            "state": asdict(state),
-            "files": {str(p.relative_to(unfinished)): p.stat().st_size for p in _files(unfinished)},
-        }
-        for path in _files(unfinished):
-            _flush(path)
-        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _flush(unfinished / MANIFEST)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(unfinished, target)
-        _flush(folder)
-        for old in find_checkpoints(folder)[keep:]:
-            shutil.rmtree(old)
-    dist.barrier()
+    rank = dist.get_rank()
+    target = folder / files.folder_name(state.step)
+    unfinished = folder / f"{files.UNFINISHED}{target.name}"
+    _together(lambda: _make_room(folder, unfinished), f"{target} was not saved")
+    writer = FileWriter(unfinished)
+    groups = {"parameter_groups": _group_names(engine)}
+    with writing_with(engine, writer):
+        engine.save_checkpoint(str(unfinished), tag=ENGINE, client_state=groups, save_latest=False)
+    writer.save(_random_states(engine.device), unfinished / f"random-rank{rank}.pt")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (writer.files, writer.error))
+    errors = [f"rank {number}: {error}" for number, (_, error) in enumerate(everyone) if error]
+    if errors:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"{target} was not saved: {_some(errors)}")
+    manifest = {
+        "format": files.FORMAT,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **asdict(identity),
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "open_clip_torch", "disco-ds")},
+        "state": asdict(state),
+        "files": {name: asdict(saved) for written, _ in everyone for name, saved in sorted(written.items())},
+    }
+    _together(lambda: _publish(unfinished, target, manifest, retention), f"{target} was not saved")
     return target
 
 
-def load_checkpoint(engine: Any, path: Path) -> RunState:
+def _make_room(folder: Path, unfinished: Path) -> None:
+    """An empty folder to save in; halves that killed saves have left would fill the disk for ever."""
+    for left in files.find_unfinished(folder):
+        shutil.rmtree(left, ignore_errors=True)
+    (unfinished / ENGINE).mkdir(parents=True)
+
+
+def _publish(unfinished: Path, target: Path, manifest: dict[str, Any], retention: Retention) -> None:
+    try:
+        files.publish(unfinished, target, manifest)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    found = files.find_checkpoints(target.parent)
+    for old in files.expired(found, keep=retention.keep, keep_every_steps=retention.keep_every_steps):
+        if old != target:
+            files.remove(old)
+
+
+def load_checkpoint(engine: Any, path: Path, identity: Identity) -> RunState:
     """Put weights, optimizer and random states back; returns the rest. A collective: call it on every rank.
 
+    With the number of ranks and ZeRO stage that saved it the next step is the same to the last bit. With others,
+    weights and optimizer states are the same and the random states are drawn anew.
+
+    Args:
+        path: a checkpoint that verifies, see :func:`choose_checkpoint`.
+        identity: of this run.
+
     Raises:
-        CheckpointError: files are missing or have another size than when they were saved.
+        CheckpointError: the contents do not fit the engine.
     """
-    manifest = read_manifest(path)
-    for name, size in manifest["files"].items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            raise CheckpointError(
-                f"{path / name}: expected {size} bytes, found {found or 'no file'}; resume from another checkpoint"
-            )
-    loaded, _ = engine.load_checkpoint(str(path), tag="engine", load_lr_scheduler_states=False)
-    if loaded is None:
-        raise CheckpointError(f"{path}: DeepSpeed found nothing to load in it")
-    _set_random_states(torch.load(path / f"random-rank{dist.get_rank()}.pt", weights_only=False), engine.device)
-    return RunState(**manifest["state"])
+    manifest = files.read_manifest(path)
+    same_ranks, stage = manifest["world_size"] == identity.world_size, manifest["zero_stage"]
+    with _own_hyperparameters(engine):
+        if stage == identity.zero_stage and (same_ranks or stage == 0):
+            loaded, _ = engine.load_checkpoint(str(path), tag=ENGINE, load_lr_scheduler_states=False)
+            if loaded is None:
+                raise CheckpointError(f"{path}: DeepSpeed found nothing to load in it")
+        else:
+            fill_engine(engine, SavedState(path / ENGINE, stage))
+    clamp_temperatures(engine)  # the model still has the values that it was built with
+    state = RunState(**manifest["state"])
+    if same_ranks:
+        random_states = torch.load(path / f"random-rank{dist.get_rank()}.pt", weights_only=False)
+        _set_random_states(random_states, engine.device)
+    else:
+        torch.manual_seed(torch.initial_seed() + state.step)  # not what the first steps had again
+    return state
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+@contextmanager
+def _own_hyperparameters(engine: Any) -> Iterator[None]:
+    """Keep weight decay, betas and the like as this run's config says: DeepSpeed would bring those of the checkpoint.
+
+    ``step`` is no hyperparameter, though some optimizers keep it there.
+    """
+    own = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in engine.optimizer.param_groups]
+    yield
+    for group, values in zip(engine.optimizer.param_groups, own, strict=True):
+        group.update(values)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _together(action: Any, what: str) -> None:
+    """Do something to the disk on rank 0; where it fails, every rank raises the same CheckpointError."""
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as raised:
+            error = str(raised)
+    error = _from_rank_0(error)
+    if error is not None:
+        raise CheckpointError(f"{what}: {error}")
+
+
+def _from_rank_0(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _some(lines: list[str], shown: int = 3) -> str:
+    return "; ".join(lines[:shown]) + (f"; and {len(lines) - shown} more" if len(lines) > shown else "")
+
+
+def _group_names(engine: Any) -> list[list[str]]:
+    """Names of the parameters in the optimizer's groups: at stage 0 the optimizer's file has numbers only."""
+    if engine.zero_optimization_stage() > 0:
+        return []
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    optimizer = engine.optimizer
+    groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
+    return [[names[parameter] for parameter in group] for group in groups]
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:

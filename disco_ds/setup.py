@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from disco_ds.checkpoint import RunState, check_resumable, choose_checkpoint, load_checkpoint
+from disco_ds.checkpoint import Identity, RunState, check_resumable, choose_checkpoint, load_checkpoint
 from disco_ds.config import RunConfig, total_steps
 from disco_ds.data.heldout import probe, read_heldout
 from disco_ds.data.sources import expand
@@ -31,7 +31,6 @@ from disco_ds.planner.report import headline
 from disco_ds.schedule import Schedule, build_schedule
 from disco_ds.step import TrainStep
 from disco_ds.telemetry import Telemetry, check_logging
-from disco_ds.temperature import clamp_temperatures
 from disco_ds.watchdog import Watchdog
 
 Result = TypeVar("Result")
@@ -54,6 +53,9 @@ class Run:
     """A gloo group for the few numbers that ranks agree on: it never waits for a GPU."""
     watchdog: Watchdog
     state: RunState
+    identity: Identity
+    failed_saves: int = 0
+    """Checkpoints that could not be written."""
 
     @property
     def global_batch(self) -> int:
@@ -115,11 +117,10 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
     check_logging(config.logging)
     check_evaluation(config.evaluation)
     on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
-    checkpoint = on_rank_0(lambda: choose_checkpoint(config.resume, folder / "checkpoints"))
+    identity = Identity(world_size, engine_config.zero_stage, model_identity(config), config.optimizer.name)
+    checkpoint = choose_checkpoint(config.resume, folder / "checkpoints")
     if checkpoint is not None:
-        check_resumable(
-            checkpoint, world_size=world_size, zero_stage=engine_config.zero_stage, model=model_identity(config)
-        )
+        on_rank_0(lambda: check_resumable(checkpoint, identity))
 
     model = _build_towers(config, engine_config)
     tokenizer = build_tokenizer(config.model)
@@ -132,8 +133,7 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
     engine = build_engine(model, config.optimizer, engine_config)
     state = RunState(step=0, samples_seen=0, cursor=None)
     if checkpoint is not None:
-        state = load_checkpoint(engine, checkpoint)
-        clamp_temperatures(engine)  # the model still has the values that it was built with
+        state = load_checkpoint(engine, checkpoint, identity)
     stream = TrainStream(
         config.data,
         global_batch=global_batch,
@@ -166,6 +166,7 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
         control=dist.new_group(backend="gloo"),
         watchdog=_watchdog(config, rank, world_size),
         state=state,
+        identity=identity,
     )
     if rank == 0:
         (folder / "config.yaml").write_text(config.to_yaml())

@@ -22,12 +22,12 @@ class Skips:
         folder: the run's folder.
         control: process group for small objects.
         allowed: skipped steps in a row that the run survives.
+        total, in_a_row: those before a resume.
     """
 
-    def __init__(self, folder: Path, control: Any, allowed: int) -> None:
+    def __init__(self, folder: Path, control: Any, allowed: int, total: int = 0, in_a_row: int = 0) -> None:
         self.folder, self.control, self.allowed = folder, control, allowed
-        self.total = 0
-        self.in_a_row = 0
+        self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, skipped: bool, bad_rows: Tensor, keys: list[str]) -> str | None:
         """Take note of a step; returns what to tell the user of a skipped one. A collective when it was skipped.

@@ -8,21 +8,22 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from disco_ds.checkpoint import RunState, save_checkpoint
+from disco_ds.checkpoint import Retention, save_checkpoint
 from disco_ds.data.stream import Batch, merge_states
 from disco_ds.engine import gradient_norm
-from disco_ds.errors import ConfigError
+from disco_ds.errors import CheckpointError, ConfigError
 from disco_ds.evaluate import EvalResult, evaluate, format_result
 from disco_ds.model import preprocessing
 from disco_ds.optimizer import set_learning_rate
 from disco_ds.planner import live
 from disco_ds.report import write_report
-from disco_ds.setup import Run, model_identity
+from disco_ds.setup import Run
 from disco_ds.skips import Skips
 from disco_ds.step import StepResult, global_mean
 
@@ -33,8 +34,8 @@ MEMORY_STEP = 3
 def train(run: Run) -> None:
     """Train to the end of the run, or to a SIGTERM, which saves and returns."""
     config, state, result = run.config, run.state, None
-    window, stop = Window(run), StopSignal()
-    skips = Skips(run.folder, run.control, config.optimizer.max_skipped)
+    window, signals = Window(run), Signals()
+    skips = Skips(run.folder, run.control, config.optimizer.max_skipped, state.skipped, state.skipped_in_a_row)
     batches = iter(run.stream)
     while state.step < run.schedule.steps:
         run.watchdog.note(f"step {state.step + 1}: waits for data")
@@ -45,20 +46,21 @@ def train(run: Run) -> None:
         state.step += 1
         state.samples_seen += run.global_batch
         message = skips.note(state.step, outcome.skipped, outcome.bad_rows, batch.keys)
+        state.skipped, state.skipped_in_a_row = skips.total, skips.in_a_row
         if message is not None:
             run.telemetry.say(message)
         if state.step == MEMORY_STEP:
             compare_memory(run)
         last = state.step == run.schedule.steps
         if last or state.step % config.logging.every_steps == 0:
-            run.telemetry.log(state.step, window.metrics(outcome, skips.total))
+            run.telemetry.log(state.step, window.metrics(outcome))
         every = config.evaluation.every_steps
         if config.data.val is not None and (last or (every is not None and state.step % every == 0)):
             result = run_evaluation(run)
             window.restart()
-        stopping, save_due = agree(run, stop.requested, window.save_due())
+        stopping, save_due = agree(run, signals.stop, window.save_due() or signals.take_save())
         if last or save_due or stopping:
-            save(run)
+            save(run, must_succeed=last or stopping)
             window.saved()
         if stopping and not last:
             run.telemetry.say(f"stopped by SIGTERM at step {state.step}, saved; the same command goes on from here")
@@ -117,20 +119,25 @@ def run_evaluation(run: Run) -> EvalResult:
     return result
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint, the data stream's position included."""
+def save(run: Run, *, must_succeed: bool) -> None:
+    """Write a checkpoint, the data stream's position included.
+
+    Args:
+        must_succeed: raise when it cannot be written. Else that is said and counted, and training goes on: the disk may
+            have room again before the next one is due, and the last good checkpoint is as it was.
+    """
     run.watchdog.note(f"step {run.state.step}: saves")
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, run.stream.state(), group=run.control)
-    state = RunState(run.state.step, run.state.samples_seen, merge_states(states))
-    save_checkpoint(
-        run.engine,
-        run.checkpoints,
-        state,
-        zero_stage=run.engine_config.zero_stage,
-        model=model_identity(run.config),
-        keep=run.config.checkpoint.keep,
-    )
+    state = replace(run.state, cursor=merge_states(states))
+    kept = run.config.checkpoint
+    try:
+        save_checkpoint(run.engine, run.checkpoints, state, run.identity, Retention(kept.keep, kept.keep_every_steps))
+    except CheckpointError as error:
+        if must_succeed:
+            raise
+        run.failed_saves += 1
+        run.telemetry.say(f"WARNING: {error}. Training goes on; the checkpoints before it are as they were")
 
 
 def agree(run: Run, *wishes: bool) -> list[bool]:
@@ -140,15 +147,23 @@ def agree(run: Run, *wishes: bool) -> list[bool]:
     return [bool(flag) for flag in flags]
 
 
-class StopSignal:
-    """Remembers SIGTERM, so that the step in hand ends and the run is saved."""
+class Signals:
+    """Remembers SIGTERM (end the step in hand, save, stop) and SIGUSR1 (save and go on)."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.stop = self.save = False
         signal.signal(signal.SIGTERM, self._note)
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, self._note)
 
-    def _note(self, *_: Any) -> None:
-        self.requested = True
+    def _note(self, number: int, _: Any) -> None:
+        self.stop = self.stop or number == signal.SIGTERM
+        self.save = self.save or number != signal.SIGTERM
+
+    def take_save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        asked, self.save = self.save, False
+        return asked
 
 
 class Window:
@@ -183,10 +198,10 @@ class Window:
         return by_steps or (config.every_minutes is not None and elapsed_min >= config.every_minutes)
 
     def saved(self) -> None:
-        """A checkpoint has just been written."""
+        """A checkpoint has just been written, or could not be."""
         self.last_save = time.monotonic()
 
-    def metrics(self, outcome: StepResult, skipped: int) -> dict[str, Any]:
+    def metrics(self, outcome: StepResult) -> dict[str, Any]:
         """What is logged of the last step and the window that ends with it. A collective; restarts the window."""
         run = self.run
         loss, norm = global_mean(outcome.loss), gradient_norm(run.engine)
@@ -205,7 +220,8 @@ class Window:
             "data_wait_s": self.data_wait_s / steps,
             **{f"time_in_{name}": seconds / steps / step_s for name, seconds in run.train_step.timer.read().items()},
             "time_in_data": self.data_wait_s / steps / step_s,
-            "skipped_steps": skipped,
+            "skipped_steps": run.state.skipped,
+            "failed_saves": run.failed_saves,
             "peak_memory_bytes": peak_memory_bytes(run.device),
             "bad_samples": dict(sum((Counter(f) for f in faults), Counter())),
         }

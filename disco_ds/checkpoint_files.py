@@ -1,0 +1,157 @@
+"""A run's checkpoint folders as files: their names, manifests, verification and pruning. Needs no torch.
+
+A checkpoint is a folder ``checkpoints/step-00000100``. It is written under a temporary name, flushed, and renamed when
+its manifest is in it, so a folder of that name was whole once; sizes and SHA-256 in the manifest say whether it still
+is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disco_ds.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+UNFINISHED = "tmp-"
+_NAME = re.compile(r"step-(\d{8,})")
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """What a manifest says about one file."""
+
+    bytes: int
+    sha256: str
+
+
+def folder_name(step: int) -> str:
+    """The folder of the checkpoint after ``step`` optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint folder's name; -1 for another name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else -1
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints with a manifest in a run's ``checkpoints`` folder, newest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if step_of(path) >= 0 and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def find_unfinished(folder: Path) -> list[Path]:
+    """What saves that never ended have left."""
+    return sorted(folder.glob(f"{UNFINISHED}*")) if folder.is_dir() else []
+
+
+def find_all(path: Path) -> list[Path]:
+    """Checkpoints at ``path``, newest first: itself, those in it, or those of the run whose folder it is."""
+    if (path / MANIFEST).is_file():
+        return [path]
+    return find_checkpoints(path) or find_checkpoints(path / "checkpoints")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another format.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: cannot be read: {error}") from None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(f"{path}: its manifest is of format {found!r}; this version reads format {FORMAT}")
+    return manifest
+
+
+def faults(path: Path, *, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with a checkpoint, a line each; empty when every file has its size and SHA-256.
+
+    Args:
+        part, parts: look only at file number ``part``, ``part + parts``, …: ranks share the reading.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    wrong = []
+    for name, saved in sorted(manifest["files"].items())[part::parts]:
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != saved["bytes"]:
+            wrong.append(f"{name} has {'no' if size is None else size} bytes, {saved['bytes']} were saved")
+            continue
+        try:
+            digest = sha256(file)
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error}")
+            continue
+        if digest != saved["sha256"]:
+            wrong.append(f"{name} has other content than was saved (SHA-256)")
+    return wrong
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, as hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def expired(found: list[Path], *, keep: int, keep_every_steps: int | None) -> list[Path]:
+    """Of checkpoints, newest first, those that retention gives up: all but ``keep`` and every N-th step."""
+    return [path for path in found[keep:] if keep_every_steps is None or step_of(path) % keep_every_steps]
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; its manifest goes first, so that a half-deleted one never counts as one."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(unfinished: Path, target: Path, manifest: dict[str, Any]) -> None:
+    """Add the manifest to a folder whose files are flushed, and give it its name.
+
+    Raises:
+        OSError: the file system refuses; ``target`` is then as it was.
+    """
+    content = unfinished / MANIFEST
+    with content.open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in (*{path.parent for path in unfinished.rglob("*")}, unfinished):
+        flush_folder(folder)
+    if target.exists():  # a damaged one that the run fell back from, and came past again
+        remove(target)
+    os.rename(unfinished, target)
+    flush_folder(target.parent)
+
+
+def flush_folder(path: Path) -> None:
+    """Let a folder's entries reach the disk; without effect where folders cannot be opened (Windows)."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
