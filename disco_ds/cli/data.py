@@ -9,34 +9,47 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from disco_ds.errors import DataError
+from disco_ds.cli import data_check, data_index, data_make, data_show
+from disco_ds.cli.data_options import Parser
+from disco_ds.errors import ConfigError, DataError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit status (2: the user has to change something, the message says what)."""
-    arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("disco_ds").setLevel(logging.INFO)
     try:
-        return arguments.run(arguments)
-    except DataError as error:
+        arguments = _parser().parse_args(argv)
+        return arguments.run_command(arguments)
+    except (ConfigError, DataError) as error:
         print(f"disco-data: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("disco-data: interrupted", file=sys.stderr)
+        return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="disco-data", description="Work on training data outside of a run.")
+def _parser() -> Parser:
+    parser = Parser(
+        prog="disco-data",
+        description="Work on training data outside of a run.",
+        epilog="examples:\ndisco-data make photos/ shards/ && disco-data check shards/ --model ViT-B-32",
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (data_make, data_check, data_show, data_index):
+        command.add(commands)
     demo = commands.add_parser(
         "demo",
         help="build the embedded default (emoji and their names) and say where it lies",
         description="Build the embedded default if it is not there yet, and print where it lies.",
+        epilog="examples:\ndisco-data demo --cache /data/cache",
     )
     demo.add_argument(
         "--cache",
         type=Path,
         help="folder to build in (default: $DISCO_DS_CACHE, $XDG_CACHE_HOME/disco_ds, ~/.cache/disco_ds)",
     )
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run_command=_demo)
     return parser
 
 

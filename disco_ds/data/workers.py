@@ -47,9 +47,14 @@ def prepare_worker(worker: int) -> None:
     for name in ("SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    rank = multiprocessing.parent_process()
-    if rank is not None:
-        threading.Thread(target=_end_with, args=(rank.sentinel,), daemon=True).start()
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """In a worker: end at once when the process that asked for it has died."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
 
 def _end_with(sentinel: int) -> None:
