@@ -94,6 +94,7 @@ def pick(read: Reading, prepared: Preparation, count: int, seed: int, tally: Tal
     slices = [Slices(read.sources, count, seed)]
     decoder = Decoder(read.run.data, prepared.transform)
     seen: set[str] = set()
+    nothing: DataError | None = None
     for number in range(count):
         lane = Lane(number, slices, None, seed=seed, block_size=AHEAD, decoder=decoder, tally=tally)
         try:
@@ -103,5 +104,9 @@ def pick(read: Reading, prepared: Preparation, count: int, seed: int, tally: Tal
                     seen.add(pair.key)
                     yield pair
                     break
+        except DataError as error:  # fewer samples than places: this one has none
+            nothing = error
         finally:
             lane.close()
+    if not seen and nothing is not None:
+        raise nothing

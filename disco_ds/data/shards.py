@@ -196,8 +196,8 @@ def _indexed(
 ) -> Iterator[RawSample]:
     """The samples with these numbers, going straight to each; their bytes are all that is read."""
     for number in numbers:
-        # The next member is read from there; the first, which tarfile reads on opening, is not given out.
-        archive.offset, archive.firstmember = offsets[number], None  # type: ignore[attr-defined]
+        if offsets[number]:  # tarfile read the member at 0 when it opened the archive, and gives it out first
+            archive.offset, archive.firstmember = offsets[number], None  # type: ignore[attr-defined]
         end = offsets[number + 1] if number + 1 < len(offsets) else None
         sample: RawSample | None = None
         for member in _members(archive):

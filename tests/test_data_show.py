@@ -1,0 +1,100 @@
+"""disco-data show: the picture holds what the model gets, and captions in any length and script fit."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from PIL import Image
+
+from disco_ds.cli.data import main
+from disco_ds.data.fonts import font_for, installed, lacking, load
+from disco_ds.data.sheet import MIN_CELL_PX, Tile, contact_sheet, to_picture, wrap
+from tests.shards import image_bytes, make_shards, write_shard
+
+LONG = "a " + "very " * 300 + "long caption"
+TEXTS = ["short", LONG, "http://example.com/" + "x" * 300, "Красная машина у реки", "قطة على كرسي", "雨の日", "😀", ""]
+
+
+def test_the_command(tmp_path, capsys, caplog):
+    captions = [text for text in TEXTS if text] * 3
+    write_shard(tmp_path / "a.tar", {f"k{i}": {"png": image_bytes(i, 40), "txt": text.encode()}
+                for i, text in enumerate(captions)} | {"bad": {"png": b"x", "txt": b"y"}})  # fmt: skip
+    out = tmp_path / "new" / "sheet.png"
+    with caplog.at_level(logging.WARNING, "disco_ds.data"):
+        assert main(["show", str(tmp_path), "--model", "demo", "--out", str(out), "--count", "9"]) == 0
+    assert "9 images of 32 x 32 pixels" in capsys.readouterr().out
+    with Image.open(out) as sheet:
+        assert sheet.size[0] > 3 * 192
+        assert sheet.size[1] > 3 * 192
+    assert main(["show", str(tmp_path), "--model", "demo", "--out", str(out), "--evaluation", "--seed", "4"]) == 0
+
+
+def test_fewer_samples_than_places(tmp_path, capsys):
+    make_shards(tmp_path, [2, 1])
+    assert main(["show", str(tmp_path), "--model", "demo", "--out", str(tmp_path / "s.png"), "--count", "16"]) == 0
+    assert "3 images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "s.png"], "--model NAME or --run FILE"),
+        (["--out", "s.png", "--model", "demo", "--font", "none.ttf"], "--font none.ttf"),
+        (["--out", "s.what", "--model", "demo"], "--out"),
+        (["--model", "demo"], "--out"),
+    ],
+)
+def test_wrong_input_is_one_line(tmp_path, capsys, arguments, words):
+    make_shards(tmp_path / "d", [2])
+    arguments = [str(tmp_path / word) if word in ("s.png", "s.what") else word for word in arguments]
+    assert main(["show", str(tmp_path / "d"), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_the_normalisation_is_undone():
+    mean, std = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
+    pixels = torch.tensor([0.0, 64.0, 255.0]).view(3, 1, 1).expand(3, 4, 6) / 255
+    normalised = (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    picture = to_picture(normalised, mean, std)
+    assert picture.size == (6, 4)
+    assert picture.getpixel((3, 2)) == (0, 64, 255)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_lines_fit(text):
+    path, _ = font_for(text)
+    font = load(path, 14)
+    lines = wrap(text, font, 200)
+    assert all(font.getlength(line) <= 200 for line in lines)
+    assert len(lines) <= 8
+    if text == LONG:
+        assert lines[-1].endswith("…")
+    else:
+        assert "".join(lines).replace(" ", "").startswith(text.replace(" ", "")[:100])
+
+
+def test_a_font_is_found_or_its_lack_is_known():
+    assert not font_for("plain words")[1]
+    for text in TEXTS:
+        path, missing = font_for(text)
+        assert missing == lacking(path, text)
+    assert font_for("x" + chr(0x10FFFE))[0] is not None or not installed()
+
+
+def test_captions_are_drawn_beneath():
+    def sheet(caption, tokens=3):
+        return contact_sheet([Tile(torch.ones(3, 32, 32), caption, "a.tar#k", tokens, 16)], (0, 0, 0), (1, 1, 1))[0]
+
+    few, many = sheet("one"), sheet("one " * 60)
+    assert few.size[0] == many.size[0] == MIN_CELL_PX + 24
+    assert few.size[1] < many.size[1]
+    assert few.tobytes() != sheet("two").tobytes()
+    red = [
+        sum(r > g + 60 for r, g, _ in picture.get_flattened_data()) for picture in (sheet("one", 16), sheet("one", 17))
+    ]
+    assert red[0] == 0
+    assert red[1] > 20
