@@ -8,8 +8,9 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from disco_ds.cli.parser import Parser
 from disco_ds.errors import ConfigError
 from disco_ds.planner import from_ds_config
 from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
@@ -17,11 +18,6 @@ from disco_ds.planner.memory import OPTIMIZER_BYTES
 from disco_ds.planner.models import ModelSource
 from disco_ds.planner.report import as_json, compare, text_report
 from disco_ds.planner.search import Plan, Planner, Request, changed
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="disco-plan",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="The largest exact contrastive batch that fits, or the fastest settings for a given batch.\n"
         "Sizes: --mem 40G is a device sold as 40 GB; everything else is in GiB (2^30 bytes).",
         epilog="disco-plan --gpus 64 --mem 40G\n"

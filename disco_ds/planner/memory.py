@@ -308,8 +308,8 @@ class _Step:
                 max(first, owned) if self.full or self.coalesced else first + owned
             )
             return {"gradients": max(self.size * p, after_first), "buckets": buckets}
-        # earlier micro-batches' sum, what has been reduced of this one; at least one, since a last step's goes late
-        parts = max(1, (self.cuts > 1) + bool(self.full))
+        # earlier micro-batches' sum, what has been reduced of this one
+        parts = (self.cuts > 1) + bool(self.full)
         return {"gradients": owned * parts, "buckets": buckets + self._flat_copy(self.last)}
 
     def _gradients_done(self) -> dict[str, int]:

@@ -67,9 +67,10 @@ def errors_after_engine(
     return errors
 
 
-def check(errors: dict[str, float], dtype: torch.dtype, case: Any, failures: list[str]) -> None:
+def check(errors: dict[str, float], dtype: torch.dtype, case: Any, failures: list[str], least: float = 0.0) -> None:
+    """Note what is off by more than the bound of the dtype, or than ``least`` where that is more."""
     for name, error in errors.items():
-        bound = BOUND[dtype]
+        bound = max(BOUND[dtype], least)
         if name in ("scale", "bias") or (name == "loss" and dtype != torch.float64):
             bound = 2e-6  # of a float32 number, whatever the features are
         if not error <= bound:
@@ -129,7 +130,9 @@ def sigmoid_sweep(seed: int) -> list[str]:
         loss.backward()
         leaves = {"image": image, "text": text, "scale": scale, "bias": bias}
         errors = errors_after_engine(loss, counts, leaves, expected, True)
-        check(errors, dtype, f"sigmoid {s} {b} {dtype_name} {counts} tile={tile} seed={seed}", failures)
+        # one pair's gradient goes with the sigmoid of its logit: off by the rounding of the logit, which goes up to s
+        rounding = s * 2.0**-24 if dtype == torch.float32 else 0.0
+        check(errors, dtype, f"sigmoid {s} {b} {dtype_name} {counts} tile={tile} seed={seed}", failures, rounding)
     return failures
 
 
