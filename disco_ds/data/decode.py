@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageColor, ImageOps
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from disco_ds.config import DataConfig
 from disco_ds.data.shards import Access, RawSample
@@ -148,20 +149,29 @@ def _first(extensions: tuple[str, ...], raw: RawSample) -> str | None:
 def seeded(seed: int) -> Iterator[None]:
     """Seed every generator that transforms draw from, and put them back afterwards.
 
-    The model's dropout depends on the same generators when samples are decoded in the training process itself.
+    The model's dropout depends on the same generators when samples are decoded in the training process itself. In a
+    loader worker nothing does, and putting them back takes as long as seeding.
     """
+    if get_worker_info() is not None:
+        _seed(seed)
+        yield
+        return
     torch_state = torch.default_generator.get_state()
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _seed(seed)
     try:
         yield
     finally:
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def cleaned(text: str) -> str:

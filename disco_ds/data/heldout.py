@@ -18,7 +18,7 @@ from disco_ds.data.decode import Decoder, Pair, SampleFault
 from disco_ds.data.lanes import NOTES_PER_REASON, Slice, Tally
 from disco_ds.data.shards import RawSample, ShardFault, read_shard
 from disco_ds.data.sources import Source, expand
-from disco_ds.data.stream import Tokenizer, Transform
+from disco_ds.data.stream import Tokenizer, Transform, stacked
 from disco_ds.data.workers import loader_options
 from disco_ds.errors import DataError
 
@@ -138,7 +138,7 @@ class _Reader(IterableDataset):
         pairs = [pair for pair, _, _ in held]
         taken = tally.empty()
         batch = HeldoutBatch(
-            images=torch.stack([pair.image for pair in pairs]),
+            images=stacked([pair.image for pair in pairs]),
             texts=self.tokenizer([pair.captions[0] for pair in pairs]),
             captions=[pair.captions for pair in pairs],
             keys=[pair.key for pair in pairs],

@@ -11,7 +11,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from array import array
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,37 @@ def write_index(shard: str, offsets: Sequence[int], folder: str | None = None) -
     return path
 
 
-def find_offsets(shard: str, folder: str | None = None) -> Sequence[int] | None:
+@dataclass
+class Offsets:
+    """Where the samples of a shard begin."""
+
+    values: MutableSequence[int]
+    """Byte offset of each sample's first header, from the first sample on."""
+    complete: bool
+    """False: more may follow; who reads past them adds them."""
+
+    def begins(self, number: int, offset: int) -> bool:
+        """Whether that sample is known to begin there."""
+        return number < len(self.values) and self.values[number] == offset
+
+
+def known_offsets(shard: str, folder: str | None = None) -> Offsets | None:
+    """What is known of a local shard: its index, else what this process came past when it read parts of it.
+
+    So slices of one shard, which a process reads side by side, do not each go through all its headers.
+    """
+    if is_remote(shard):
+        return None
+    indexed = find_offsets(shard, folder)
+    return Offsets(indexed, True) if indexed is not None else _come_past(shard, _state(shard))
+
+
+@lru_cache(maxsize=256)
+def _come_past(shard: str, state: tuple[int, int]) -> Offsets:
+    return Offsets(array("Q"), False)
+
+
+def find_offsets(shard: str, folder: str | None = None) -> MutableSequence[int] | None:
     """The offsets of a shard's samples, or None where there is no index that fits it."""
     if is_remote(shard):
         return None
@@ -75,7 +107,7 @@ def find_offsets(shard: str, folder: str | None = None) -> Sequence[int] | None:
 
 
 @lru_cache(maxsize=64)
-def _checked(shard: str, path: Path, changed_ns: int, shard_state: tuple[int, int]) -> Sequence[int] | None:
+def _checked(shard: str, path: Path, changed_ns: int, shard_state: tuple[int, int]) -> MutableSequence[int] | None:
     """As find_offsets. A shard is opened once for each of its slices, so that this is remembered; so is a warning."""
     try:
         content = json.loads(path.read_text())

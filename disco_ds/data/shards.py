@@ -13,7 +13,7 @@ import re
 import tarfile
 import time
 import zlib
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -22,7 +22,7 @@ from urllib.parse import urlparse
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import base_plus_ext
 
-from disco_ds.data.index import find_offsets
+from disco_ds.data.index import Offsets, known_offsets
 from disco_ds.data.sources import is_remote
 from disco_ds.errors import DataError
 
@@ -160,58 +160,70 @@ def _open(shard: str) -> IO[bytes]:
 def _samples(
     shard: str, stream: IO[bytes], wanted: Collection[str] | None, first: int, step: int, access: Access
 ) -> Iterator[RawSample]:
-    number = -1
-    prefix: str | None = None
+    archive: tarfile.TarFile | None = None
     sample: RawSample | None = None
     try:
         archive = _open_tar(stream)
-        offsets = find_offsets(shard, access.index) if first or step > 1 else None
-        if offsets is not None and archive.fileobj is stream:
-            yield from _indexed(shard, archive, wanted, range(first, len(offsets), step), offsets)
-            return
-        for member in _members(archive):
-            key, extension = _named(member)
-            if key is None:
+        part = first > 0 or step > 1
+        offsets = known_offsets(shard, access.index) if part and archive.fileobj is stream else None
+        for found in _chosen(archive, first, step, offsets):
+            if found is None:
+                assert sample is not None
+                yield sample
+                sample = None
                 continue
-            if key != prefix:
-                if sample is not None:
-                    yield sample
-                prefix, number = key, number + 1
-                chosen = number >= first and (number - first) % step == 0
-                sample = RawSample(shard, number, key) if chosen else None
-            if sample is not None:
-                _take(archive, member, extension, sample, wanted)
+            number, key, extension, member = found
+            if sample is None:
+                sample = RawSample(shard, number, key)
+            _take(archive, member, extension, sample, wanted)
     except GeneratorExit:
         raise
     except _READ_ERRORS as error:
-        fault = _classified(shard, stream, error, started=number >= 0)
+        fault = _classified(shard, stream, error, started=archive is not None)
         fault.last = sample if isinstance(error, _NoEndMark) and fault.reason == "truncated_shard" else None
         raise fault from error
     if sample is not None:
         yield sample
 
 
-def _indexed(
-    shard: str, archive: tarfile.TarFile, wanted: Collection[str] | None, numbers: range, offsets: Sequence[int]
-) -> Iterator[RawSample]:
-    """The samples with these numbers, going straight to each; their bytes are all that is read."""
-    for number in numbers:
-        if offsets[number]:  # tarfile read the member at 0 when it opened the archive, and gives it out first
-            archive.offset, archive.firstmember = offsets[number], None  # type: ignore[attr-defined]
-        end = offsets[number + 1] if number + 1 < len(offsets) else None
-        sample: RawSample | None = None
+def _chosen(
+    archive: tarfile.TarFile, first: int, step: int, offsets: Offsets | None
+) -> Iterator[tuple[int, str, str, tarfile.TarInfo] | None]:
+    """(number, key, extension, member) of the samples to be given; None when one is known to have ended.
+
+    With ``offsets`` it goes straight to a sample that is in them, and adds to them what it comes past.
+    """
+    number, target, prefix = -1, first, None
+    while True:
+        if offsets is not None:
+            if offsets.complete and target >= len(offsets.values):
+                return
+            place = min(target, len(offsets.values) - 1)
+            if place > number:
+                number, prefix = place - 1, None
+                if offsets.values[place]:  # the member at 0 was read when the archive was opened, and comes first
+                    archive.offset, archive.firstmember = offsets.values[place], None  # type: ignore[attr-defined]
         for member in _members(archive):
             key, extension = _named(member)
-            if key is not None and sample is None:
-                sample = RawSample(shard, number, key)
-            if sample is not None and key is not None:
-                if key != sample.key:
-                    break  # the file changed and its index did not notice; the sample itself is whole
-                _take(archive, member, extension, sample, wanted)
-            if archive.offset == end:  # type: ignore[attr-defined]
-                break
-        if sample is not None:
-            yield sample
+            if key is None:
+                continue
+            if key != prefix:
+                if number == target:
+                    yield None
+                    target += step
+                    if offsets is not None and len(offsets.values) > number + 1:
+                        break
+                number, prefix = number + 1, key
+                if offsets is not None and number == len(offsets.values):
+                    offsets.values.append(member.offset)
+            if number == target:
+                yield number, key, extension, member
+                if offsets is not None and offsets.begins(number + 1, archive.offset):  # type: ignore[attr-defined]
+                    yield None
+                    target += step
+                    break
+        else:
+            return
 
 
 def _named(member: tarfile.TarInfo) -> tuple[str | None, str]:

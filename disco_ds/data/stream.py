@@ -103,7 +103,7 @@ class _Plan:
                 pairs = [lane.next() for _, lane in chosen]
                 yield _Part(
                     places=[place for place, _ in chosen],
-                    images=torch.stack([pair.image for pair in pairs]) if pairs else None,
+                    images=stacked([pair.image for pair in pairs]) if pairs else None,
                     texts=self.tokenizer([pair.caption for pair in pairs]) if pairs else None,
                     keys=[pair.key for pair in pairs],
                     states={str(number): lane.state() for number, lane in lanes.items()},
@@ -310,19 +310,32 @@ def _check_bad(reads: int, bad: int, max_bad_fraction: float, faults: Counter[st
         )
 
 
+def stacked(images: list[Tensor]) -> Tensor:
+    """Equal images as one tensor; in a loader worker in shared memory at once, where it would be copied to later."""
+    if get_worker_info() is None:
+        return torch.stack(images)
+    shape = (len(images), *images[0].shape)
+    storage = images[0]._typed_storage()._new_shared(math.prod(shape), device=images[0].device)
+    return torch.stack(images, out=images[0].new(storage).view(shape))
+
+
 def _joined(parts: list[_Part], size: int) -> Batch:
     filled = [part for part in parts if part.images is not None and part.texts is not None]
+    faults: Counter[str] = Counter()
+    for part in parts:
+        faults.update(part.tally["faults"])
+    reads = sum(part.tally["reads"] for part in parts)
+    if len(filled) == 1 and not torch.cuda.is_available():  # all of it in its order already
+        (part,) = filled
+        return Batch(part.images, part.texts, part.keys, dict(faults), reads)  # type: ignore[arg-type]
     shape_chw, context = filled[0].images.shape[1:], filled[0].texts.shape[1]  # type: ignore[union-attr]
     pin = torch.cuda.is_available()
     images = torch.empty(size, *shape_chw, dtype=torch.float32, pin_memory=pin)
     texts = torch.empty(size, context, dtype=torch.int64, pin_memory=pin)
     keys = [""] * size
-    faults: Counter[str] = Counter()
     for part in filled:
         places = torch.tensor(part.places)
         images[places], texts[places] = part.images, part.texts  # type: ignore[assignment]
         for place, key in zip(part.places, part.keys, strict=True):
             keys[place] = key
-    for part in parts:
-        faults.update(part.tally["faults"])
-    return Batch(images, texts, keys, dict(faults), sum(part.tally["reads"] for part in parts))
+    return Batch(images, texts, keys, dict(faults), reads)
