@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from disco_ds.cli.data import main
-from disco_ds.data.fonts import font_for, installed, lacking, load
+from disco_ds.data.fonts import Face, font_for, installed, lacking
 from disco_ds.data.sheet import MIN_CELL_PX, Tile, contact_sheet, to_picture, wrap
 from tests.shards import image_bytes, make_shards, write_shard
 
@@ -67,8 +67,7 @@ def test_the_normalisation_is_undone():
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_lines_fit(text):
-    path, _ = font_for(text)
-    font = load(path, 14)
+    font = Face(text, 14)
     lines = wrap(text, font, 200)
     assert all(font.getlength(line) <= 200 for line in lines)
     assert len(lines) <= 8
@@ -84,6 +83,18 @@ def test_a_font_is_found_or_its_lack_is_known():
         path, missing = font_for(text)
         assert missing == lacking(path, text)
     assert font_for("x" + chr(0x10FFFE))[0] is not None or not installed()
+    assert Face("x" + chr(0x10FFFE), 14).missing <= {chr(0x10FFFE)}
+
+
+def test_a_second_font_helps_where_the_first_lacks_a_character(monkeypatch):
+    def one_each(text, given=None):
+        return (None, frozenset()) if text == "é" else (None, frozenset(set(text) & {"é", "ß"}))
+
+    monkeypatch.setattr("disco_ds.data.fonts.font_for", one_each)
+    face = Face("café ß", 14)
+    assert set(face.others) == {"é"}
+    assert face.missing == {"ß"}
+    assert face.getlength("café ß") == pytest.approx(Face("x", 14).getlength("café ß"), abs=1.0)
 
 
 def test_captions_are_drawn_beneath():

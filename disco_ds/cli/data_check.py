@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     prepared = preparation(read.run) if read.has_model else None
     tokens = TokenCounter(prepared.tokenizer, prepared.context) if prepared else None
     decoder = Decoder(read.run.data, Sizes(prepared.transform if prepared else None))
-    jobs = looks(read.sources, decoder, tokens, arguments.workers, arguments.fix)
+    jobs = looks(read.train + read.val, decoder, tokens, arguments.workers, arguments.fix)
     report = Report()
     with progress(len(jobs), "reading") as bar:
         for part in each(look, jobs, min(arguments.workers, len(jobs)), bar):

@@ -72,7 +72,10 @@ class Reading:
     """Which shards, and the run by whose fields they are read."""
 
     run: RunConfig
-    sources: list[Source]
+    train: list[Source]
+    """The shards named on the command line, else those of the run."""
+    val: list[Source]
+    """The held-out shards of the run; none if shards were named."""
     has_model: bool
     """A model was named, on the command line or by a run file."""
 
@@ -98,10 +101,9 @@ def reading(arguments: argparse.Namespace) -> Reading:
     except ConfigError as error:
         raise ConfigError(str(error).replace("--config ", "--run ")) from None
     field = "SHARDS" if arguments.shards else "data.train"
-    sources = expand(run.data.train, field)
-    if run.data.val is not None:
-        sources += expand(run.data.val, "data.val")
-    return Reading(run, sources, arguments.run is not None or given.get("model.name") is not None)
+    train = expand(run.data.train, field)
+    val = expand(run.data.val, "data.val") if run.data.val is not None else []
+    return Reading(run, train, val, arguments.run is not None or given.get("model.name") is not None)
 
 
 def _run_file(run: str) -> Path:

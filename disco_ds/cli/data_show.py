@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         help="picture to write; its ending decides the format (.png, .jpg, …)",
     )
     add("--count", type=positive, default=16, metavar="N", help="images (default: %(default)s)")
-    add("--evaluation", action="store_true", help="the transform of evaluation, not that of training")
+    add("--evaluation", action="store_true", help="the transform of evaluation, and the run's held-out data")
     add("--seed", type=int, default=0, metavar="N", help="which samples, and their augmentation (default: %(default)s)")
     add("--font", metavar="FILE", type=Path, help="font to try before the installed ones")
     parser.set_defaults(run_command=run)
@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--font {arguments.font}: there is no such file; expected a .ttf, .otf or .ttc file")
     prepared = preparation(read.run, training=not arguments.evaluation)
     tally = Tally()
-    tiles = [_tile(pair, prepared) for pair in pick(read, prepared, arguments.count, arguments.seed, tally)]
+    pairs = pick(read, prepared, arguments.count, arguments.seed, tally, arguments.evaluation)
+    tiles = [_tile(pair, prepared) for pair in pairs]
     font = str(arguments.font) if arguments.font else None
     sheet, missing = contact_sheet(tiles, prepared.mean, prepared.std, font)
     try:
@@ -72,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         some = " ".join(sorted(missing)[:8])
         log.warning(
-            "%d characters (%s) are boxes in the picture: no one installed font has all of their caption's. Install "
-            "more, such as Debian's fonts-noto-core and fonts-noto-cjk, or give --font FILE",
+            "no installed font has %d of the characters (%s): they are boxes in the picture. Install one, such as "
+            "Debian's fonts-noto-core, fonts-noto-cjk or fonts-symbola, or give --font FILE",
             len(missing),
             some,
         )
@@ -85,13 +86,15 @@ def _tile(pair: Pair, prepared: Preparation) -> Tile:
     return Tile(pair.image, pair.caption, pair.key, tokens, prepared.context)
 
 
-def pick(read: Reading, prepared: Preparation, count: int, seed: int, tally: Tally) -> Iterator[Pair]:
-    """One sample from each of ``count`` places of the shards, in a seeded order.
+def pick(
+    read: Reading, prepared: Preparation, count: int, seed: int, tally: Tally, evaluation: bool = False
+) -> Iterator[Pair]:
+    """One sample from each of ``count`` places of the shards, in a seeded order; of the held-out ones for evaluation.
 
     Raises:
         DataError: there is no good sample.
     """
-    slices = [Slices(read.sources, count, seed)]
+    slices = [Slices(read.val if evaluation and read.val else read.train, count, seed)]
     decoder = Decoder(read.run.data, prepared.transform)
     seen: set[str] = set()
     nothing: DataError | None = None

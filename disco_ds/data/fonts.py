@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 
-from PIL import ImageFont
+from PIL import ImageDraw, ImageFont
 
 ENDINGS = (".ttf", ".otf", ".ttc")
 _FIRST = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial Unicode.ttf", "arial.ttf")
@@ -74,19 +75,58 @@ def lacking(path: str | None, text: str) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def font_for(text: str, given: str | None = None) -> tuple[str | None, frozenset[str]]:
-    """The first font that has every character of ``text``, else the one that lacks fewest; and what it lacks.
+    """The first font with all letters and digits of ``text``, else the one that lacks fewest; and all that it lacks.
 
-    ``given``: a font file that is tried first.
+    Of a text without letters and digits every character counts. ``given``: a font file that is tried first.
     """
-    best: tuple[str | None, frozenset[str]] | None = None
+    needed = "".join(char for char in text if char.isalnum()) or text
+    best: tuple[int, str | None] | None = None
     for path in [*([given] if given else []), *map(str, installed()), None]:
         try:
-            missing = frozenset(lacking(path, text))
+            count = len(lacking(path, needed))
         except OSError:
             continue
-        if not missing:
-            return path, missing
-        if best is None or len(missing) < len(best[1]):
-            best = path, missing
+        if best is None or count < best[0]:
+            best = count, path
+        if not count:
+            break
     assert best is not None  # Pillow's own font loads always
-    return best
+    return best[1], frozenset(lacking(best[1], text))
+
+
+class Face:
+    """A text's font, and others for the characters that it lacks, such as an emoji in an English caption.
+
+    Args:
+        text: what will be drawn, or what that is a part of.
+        size: pixels.
+        given: a font file that is tried before those that are installed.
+    """
+
+    def __init__(self, text: str, size: int, given: str | None = None) -> None:
+        path, lacking = font_for(text, given)
+        self.font = load(path, size)
+        self.others: dict[str, Font] = {}
+        self.missing: set[str] = set()
+        """Characters that no font has: they are drawn as boxes."""
+        for char in lacking:
+            other, none = font_for(char, given)
+            if none:
+                self.missing.add(char)
+            else:
+                self.others[char] = load(other, size)
+
+    def _runs(self, text: str) -> list[tuple[str, Font]]:
+        runs = groupby(text, key=lambda char: self.others.get(char, self.font))
+        return [("".join(run), font) for font, run in runs]
+
+    def getlength(self, text: str) -> float:
+        """Width in pixels."""
+        return sum(font.getlength(run) for run, font in self._runs(text))
+
+    def draw(self, draw: ImageDraw.ImageDraw, left: float, top: int, text: str, colour: tuple[int, int, int]) -> None:
+        """Draw one line; ``top`` is that of the first font's letters."""
+        base = top + self.font.getmetrics()[0]
+        for run, font in self._runs(text):
+            draw.text((left, base), run, fill=colour, font=font, anchor="ls")
+            left += font.getlength(run)

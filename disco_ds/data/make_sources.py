@@ -196,8 +196,12 @@ class _Csv:
     def rows(self) -> Iterator[tuple[Any, Any]]:
         """(image, caption) of each row."""
         with self._open() as file:
-            for row in csv.DictReader(file, delimiter=self.delimiter):
-                yield row[self.image], row[self.caption]
+            reader = csv.DictReader(file, delimiter=self.delimiter)
+            try:
+                for row in reader:
+                    yield row[self.image], row[self.caption]
+            except csv.Error as error:
+                raise DataError(f"SOURCE {self.path}, line {reader.line_num}: {error}") from error
 
 
 class _Parquet:
@@ -218,9 +222,14 @@ class _Parquet:
 
     def rows(self) -> Iterator[tuple[Any, Any]]:
         """(image, caption) of each row."""
-        for batch in self.file.iter_batches(batch_size=256, columns=[self.image, self.caption]):
-            rows = batch.to_pydict()
-            yield from zip(rows[self.image], rows[self.caption], strict=True)
+        from pyarrow import ArrowException
+
+        try:
+            for batch in self.file.iter_batches(batch_size=256, columns=[self.image, self.caption]):
+                rows = batch.to_pydict()
+                yield from zip(rows[self.image], rows[self.caption], strict=True)
+        except (ArrowException, OSError) as error:
+            raise DataError(f"SOURCE {self.path} cannot be read to its end: {error}") from error
 
 
 def _columns(names: Sequence[str], path: Path, options: Options) -> tuple[str, str]:

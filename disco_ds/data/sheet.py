@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from disco_ds.data.fonts import Font, font_for, load
+from disco_ds.data.fonts import Face
 
 TEXT_PX, SMALL_PX = 14, 11
 LINE_PX, SMALL_LINE_PX = 18, 15
@@ -42,7 +42,7 @@ def to_picture(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Im
     return Image.fromarray(array)
 
 
-def wrap(text: str, font: Font, width_px: int, max_lines: int = MAX_LINES) -> list[str]:
+def wrap(text: str, font: Face, width_px: int, max_lines: int = MAX_LINES) -> list[str]:
     """Break a text into lines of at most ``width_px``: between words, and inside one where it is wider than a line."""
     lines: list[str] = []
     line = ""
@@ -68,7 +68,7 @@ def wrap(text: str, font: Font, width_px: int, max_lines: int = MAX_LINES) -> li
     return lines
 
 
-def _fitting(word: str, font: Font, width_px: int) -> int:
+def _fitting(word: str, font: Face, width_px: int) -> int:
     """How many characters of a word fit into a line; at least 1."""
     low, high = 1, len(word)
     while low < high:
@@ -80,7 +80,7 @@ def _fitting(word: str, font: Font, width_px: int) -> int:
 @dataclass
 class _Text:
     lines: list[str]
-    font: Font
+    face: Face
 
 
 def contact_sheet(
@@ -99,9 +99,8 @@ def contact_sheet(
     texts: list[_Text] = []
     missing: set[str] = set()
     for tile in tiles:
-        path, lacking = font_for(tile.caption, font)
-        missing |= lacking
-        face = load(path, TEXT_PX)
+        face = Face(tile.caption, TEXT_PX, font)
+        missing |= face.missing
         texts.append(_Text(wrap(tile.caption, face, cell), face))
     rows = [range(start, min(start + columns, len(tiles))) for start in range(0, len(tiles), columns)]
     tall = [max(pictures[i].height for i in row) for row in rows]
@@ -127,7 +126,7 @@ def _enlarged(picture: Image.Image) -> Image.Image:
 
 def _write(draw: ImageDraw.ImageDraw, tile: Tile, text: _Text, left: int, top: int, width: int) -> None:
     for line in text.lines:
-        draw.text((left, top), line, fill=INK, font=text.font)
+        text.face.draw(draw, left, top, line, INK)
         top += LINE_PX
     note, colour = f"{len(tile.caption):,} characters", GREY
     if tile.tokens is not None and tile.context is not None:
@@ -135,6 +134,6 @@ def _write(draw: ImageDraw.ImageDraw, tile: Tile, text: _Text, left: int, top: i
         note = f"{tile.tokens:,} tokens" + (f", cut to {tile.context}" if cut else f" of {tile.context}")
         colour = RED if cut else GREY
     for words, ink in ((note, colour), (tile.key, GREY)):
-        small = load(font_for(words)[0], SMALL_PX)
-        draw.text((left, top), wrap(words, small, width, max_lines=1)[0], fill=ink, font=small)
+        small = Face(words, SMALL_PX)
+        small.draw(draw, left, top, wrap(words, small, width, max_lines=1)[0], ink)
         top += SMALL_LINE_PX

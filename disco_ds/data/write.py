@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -56,5 +57,6 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tar.close()
+        with suppress(OSError):  # a full disk was met before
+            self._tar.close()
         self._part.unlink(missing_ok=True)
