@@ -132,7 +132,11 @@ def run(ranks: int, b: int, dim: int, features: str, seed: int, checked: int, th
         "loss_error": relative_error(mean([x[0] for x in done]), expected["loss"]),
         "image_gradient_error": relative_error(torch.cat([x[1] for x in done])[rows] / ranks, expected["image"]),
         "text_gradient_error": relative_error(torch.cat([x[2] for x in done])[rows] / ranks, expected["text"]),
+        "scale_gradient": expected["scale"].item(),
         "scale_gradient_error": relative_error(mean([x[3] for x in done]), expected["scale"]),
+        # its terms cancel: the same error beside the loss, as the tests take it
+        "scale_gradient_error_beside_loss": abs(mean([x[3] for x in done]) - expected["scale"].item()).item()
+        / (0.05 * expected["loss"].item()),
         "loss_s": loss_s,
         "reference_s": time.perf_counter() - started,
         "bytes_a_rank": loss_bytes(b, ranks * b, dim, keep_logits=False, device="cpu"),

@@ -1,20 +1,27 @@
-"""Ends a run whose ranks wait for one that hangs or has died, and says which rank that is.
+"""Ends a run whose ranks wait for one that hangs, and says which rank hangs or has died.
 
 Each rank notes the step and phase that it is in, in the store that the process group has anyway. A thread on each rank
 looks at its own progress; when there has been none for the timeout, it reads everybody's notes, prints them, and ends
 the process: a launcher then ends the rest. No collective is involved, so nothing here can hang with the run.
+
+A rank that dies shows to its peers as a lost connection, which names nobody. So the thread also lets the rank's pulse
+be seen, and a rank whose collective has failed looks whose pulse has stopped.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 EXIT_STATUS = 75
 """Exit status of a rank that the watchdog ended (EX_TEMPFAIL: starting again may help)."""
+PULSE_S = 2.0
+_CONNECTION = re.compile(r"gloo|nccl|connection|store|socket|process ?group|broken pipe", re.IGNORECASE)
 
 
 class Watchdog:
@@ -30,6 +37,8 @@ class Watchdog:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
         self._last = time.monotonic()
         self._closed = threading.Event()
+        self._period_s = min(timeout_s / 10, PULSE_S)
+        self._pulse(0)
         self.note("starts")
         self._thread = threading.Thread(target=self._watch, name="disco_ds-watchdog", daemon=True)
         self._thread.start()
@@ -43,16 +52,49 @@ class Watchdog:
         """The run has ended well."""
         self._closed.set()
 
-    def _key(self, rank: int) -> str:
-        return f"disco_ds/progress/{rank}"
+    def _key(self, rank: int, what: str = "progress") -> str:
+        return f"disco_ds/{what}/{rank}"
+
+    def _pulse(self, beat: int) -> None:
+        with suppress(Exception):  # the store goes with rank 0; whoever needs it next says so
+            self.store.set(self._key(self.rank, "pulse"), str(beat))
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(self.timeout_s / 10, 5.0)):
+        beat = 0
+        while not self._closed.wait(self._period_s):
+            beat += 1
+            self._pulse(beat)
             silent_s = time.monotonic() - self._last
             if silent_s > self.timeout_s:
                 sys.stderr.write(self.report(silent_s))
                 sys.stderr.flush()
                 os._exit(EXIT_STATUS)
+
+    def blame(self, error: BaseException) -> str:
+        """Who is behind an error that has ended this rank's run; an empty string when it is this rank's own.
+
+        For a lost connection it takes some seconds: the time for pulses to be missed.
+        """
+        own = not (isinstance(error, RuntimeError) and _CONNECTION.search(str(error)))
+        try:
+            self.store.set(self._key(self.rank, "failed"), str(error).strip().split("\n")[0][:300] if own else "")
+            return "" if own else self._blame_others()
+        except Exception:  # whatever the store's client raises when its host is gone
+            return "rank 0 is gone: the store that it keeps for all ranks cannot be reached"
+
+    def _blame_others(self) -> str:
+        before = {rank: self.store.get(self._key(rank, "pulse")) for rank in range(self.world_size)}
+        time.sleep(3 * self._period_s)
+        lines = []
+        for rank, beat in before.items():
+            doing = self.store.get(self._key(rank)).decode().partition(" ")[2]
+            if self.store.check([self._key(rank, "failed")]):
+                reason = self.store.get(self._key(rank, "failed")).decode()
+                if reason:
+                    lines.append(f"rank {rank} failed ({doing}): {reason}")
+            elif self.store.get(self._key(rank, "pulse")) == beat:
+                lines.append(f"rank {rank} is gone (killed, or its machine lost); last seen: {doing}")
+        return "; ".join(lines) or "all ranks are alive: a connection between two of them was lost"
 
     def report(self, silent_s: float) -> str:
         """Who was last seen where, the rank that is furthest behind first."""

@@ -47,6 +47,9 @@ def main() -> None:
         train(run)
     except Exception as error:  # this rank alone may have failed: it says who and where it is, then what
         print(f"[rank {rank()}] failed after step {run.state.step}: {error}", file=sys.stderr, flush=True)
+        others = run.watchdog.blame(error)
+        if others:
+            print(f"[rank {rank()}] {others}", file=sys.stderr, flush=True)
         raise
 
 

@@ -45,9 +45,12 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout_s: float = 120.0,
+    patience_s: float = 2.0,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` gloo ranks; return their results, rank 0 first.
+
+    When one fails, the others get ``patience_s`` to end by themselves.
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout_s``; the message holds every rank's output.
@@ -70,20 +73,22 @@ def run_ranks(
                 )
             )
             log.close()
-        verdict = _wait(ranks, timeout_s)
+        verdict = _wait(ranks, timeout_s, patience_s)
         if verdict is not None:
             raise AssertionError(verdict + "\n" + _stories(work, ranks))
         return [pickle.loads((work / f"rank{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
-def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> str | None:
+def _wait(ranks: list[subprocess.Popen], timeout_s: float, patience_s: float) -> str | None:
     """Wait for all ranks; None if all ended well, else one line that says what went wrong (all are dead by then)."""
     deadline = time.monotonic() + timeout_s
     verdict = None
     while any(process.poll() is None for process in ranks):
         failed = [rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)]
         if failed:
-            time.sleep(2.0)  # the others get a moment to say what they saw
+            patience = time.monotonic() + patience_s  # the others get a moment to say what they saw
+            while any(process.poll() is None for process in ranks) and time.monotonic() < patience:
+                time.sleep(0.02)
             break
         if time.monotonic() > deadline:
             alive = [rank for rank, process in enumerate(ranks) if process.poll() is None]

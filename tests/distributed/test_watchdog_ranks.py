@@ -50,3 +50,35 @@ def test_a_rank_that_is_killed_does_not_leave_the_others_waiting():
         run_ranks(one_rank_is_killed, 2, timeout_s=90)
     assert "still running after" not in str(caught.value)
     assert "rank 1 (exit -9)" in str(caught.value)
+
+
+def one_rank_goes(how):
+    from disco_ds.watchdog import Watchdog
+
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    watchdog = Watchdog(store, rank=rank, world_size=dist.get_world_size(), timeout_s=5.0)
+    watchdog.note("step 7: trains")
+    dist.barrier()
+    try:
+        if rank == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            raise ValueError("images are upside down")
+        for _ in range(1000):
+            dist.all_reduce(torch.zeros(1))
+    except Exception as error:
+        print(f"blamed by rank {rank}: {watchdog.blame(error)!r}", flush=True)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("killed", "rank 1 is gone"), ("raises", "rank 1 failed (step 7: trains): images are upside down")],
+)
+def test_a_rank_that_goes_is_named_by_the_others(how, said):
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(one_rank_goes, 3, how, timeout_s=90, patience_s=15)
+    text = str(caught.value)
+    for rank in (0, 2):
+        assert f"blamed by rank {rank}: '{said}" in text, text
