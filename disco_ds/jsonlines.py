@@ -33,13 +33,14 @@ class JsonLines:
 
         Raises:
             ValueError: its step is not after the last one's.
+            OSError: the disk is full, say; what could not be written waits in memory and goes out with the next line.
         """
         step = values["step"]
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"{self.path}: step {step} comes after step {self.last_step}; steps must increase")
+        self.last_step = step
         self._file.write(json.dumps(_valid(values), ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
-        self.last_step = step
 
     def rewind(self, step: int) -> None:
         """Set the lines after ``step`` aside, if there are any."""

@@ -11,7 +11,8 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -102,10 +103,10 @@ class Telemetry:
         if self.rank != 0:
             return
         plain = _plain(metrics)
-        self._metrics.write({"step": step, **plain})
         self._console.line(step, plain)
-        for sink in self._sinks:
-            sink.log(step, plain)
+        with self._surviving(METRICS_FILE):
+            self._metrics.write({"step": step, **plain})
+        self._to_sinks(step, plain)
 
     def log_eval(self, step: int, metrics: Mapping[str, Any], message: str | None = None) -> None:
         """One evaluation: a line of eval.jsonl, the other sinks, and ``message`` on the console.
@@ -115,12 +116,12 @@ class Telemetry:
         if self.rank != 0:
             return
         plain = _plain(metrics)
-        self._evals.rewind(step - 1)
-        self._evals.write({"step": step, **plain})
+        with self._surviving(EVAL_FILE):
+            self._evals.rewind(step - 1)
+            self._evals.write({"step": step, **plain})
         if message:
             self.say(message)
-        for sink in self._sinks:
-            sink.log(step, plain)
+        self._to_sinks(step, plain)
 
     def say(self, message: str) -> None:
         """A message to the user, on rank 0's console."""
@@ -131,10 +132,26 @@ class Telemetry:
         """End every sink; calling it again does nothing."""
         if self.rank != 0:
             return
-        self._metrics.close()
-        self._evals.close()
+        for name, lines in ((METRICS_FILE, self._metrics), (EVAL_FILE, self._evals)):
+            with self._surviving(name):
+                lines.close()
         while self._sinks:
-            self._sinks.pop().close()
+            sink = self._sinks.pop()
+            with self._surviving(type(sink).__name__.strip("_")):
+                sink.close()
+
+    def _to_sinks(self, step: int, plain: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            with self._surviving(type(sink).__name__.strip("_")):
+                sink.log(step, plain)
+
+    @contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """A full disk or a lost mount is said, and does not end a run that can go on without its log."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"WARNING: {what} could not be written: {error}. Training goes on")
 
     def __enter__(self) -> Telemetry:
         return self

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import types
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,6 +102,20 @@ class TestJsonLines:
             "step": 1, "loss": None, "grad_norm": None, "low": None, "lr": 1.0,
             "non_finite": {"loss": "nan", "grad_norm": "inf", "low": "-inf"},
         }  # fmt: skip
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+    def test_a_full_disk_is_said_and_survived(self, tmp_path):
+        log, stream = telemetry(tmp_path)
+        real = log._metrics._file
+        with open("/dev/full", "w", buffering=1) as full:
+            log._metrics._file = full
+            log.log(1, {"loss": 1.0})
+            assert "WARNING: metrics.jsonl could not be written: [Errno 28]" in stream.getvalue()
+            log._metrics._file = real
+            log.log(2, {"loss": 2.0})
+            assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2
+            with suppress(OSError):
+                full.close()
 
     def test_resume_sets_later_lines_aside(self, tmp_path):
         with telemetry(tmp_path)[0] as log:
