@@ -94,6 +94,8 @@ def test_clean_is_0_and_bad_input_is_2(tmp_path, capsys):
     make_shards(tmp_path, [3])
     assert check(tmp_path) == 0
     assert "faults   none" in capsys.readouterr().out
+    assert check(write_tar(tmp_path / "empty" / "a.tar", [])) == 1
+    assert "nothing here can be trained on" in capsys.readouterr().out
     for arguments, words in (
         ([tmp_path / "none"], "SHARDS: "),
         ([], "name the shards to read"),

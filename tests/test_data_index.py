@@ -15,8 +15,9 @@ from disco_ds.cli.data import main
 from disco_ds.data import TrainStream, merge_states
 from disco_ds.data import index as index_module
 from disco_ds.data import shards as module
-from disco_ds.data.index import ENDING, find_offsets
+from disco_ds.data.index import find_offsets
 from disco_ds.data.shards import Access, read_shard, sample_offsets
+from disco_ds.data.sources import INDEX_ENDING, expand
 from tests.shards import data_config, image_bytes, letters, make_shards, noisy, sample, truncate, write_shard, write_tar
 
 
@@ -57,7 +58,7 @@ def test_every_slice_is_the_same(tmp_path):
         assert find_offsets(str(shard)) == sample_offsets(str(shard))
         assert [described(shard, *part) for part in slices] == without
         assert index(shard, "--out", tmp_path / "elsewhere") == 0
-        Path(f"{shard}{ENDING}").unlink()
+        Path(f"{shard}{INDEX_ENDING}").unlink()
         assert [described(shard, *part, index=str(tmp_path / "elsewhere")) for part in slices] == without
 
 
@@ -138,6 +139,13 @@ def test_slices_read_side_by_side_know_where_the_others_were(tmp_path, monkeypat
         assert [(r.number, r.key, r.files, r.extensions, r.duplicates) for r in part] == expected
 
 
+def test_an_index_is_taken_for_no_shard(tmp_path):
+    shards = [str(path) for path in make_shards(tmp_path, [2, 2])]
+    assert index(tmp_path) == 0
+    for entry in (tmp_path, tmp_path / "*", f"{tmp_path}/s00{{0,1}}*"):
+        assert list(expand(str(entry))[0].shards) == shards
+
+
 @pytest.mark.parametrize("change", ["longer", "same size", "shorter"])
 def test_a_stale_index_is_left_out_with_a_warning(tmp_path, caplog, change):
     (shard,) = make_shards(tmp_path, [6])
@@ -160,10 +168,10 @@ def test_a_stale_index_is_left_out_with_a_warning(tmp_path, caplog, change):
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"version": 1, "bytes": 1, "headers": "x", "offsets": 3}'])
 def test_a_broken_index_is_left_out(tmp_path, caplog, content):
     (shard,) = make_shards(tmp_path, [6])
-    Path(f"{shard}{ENDING}").write_text(content)
+    Path(f"{shard}{INDEX_ENDING}").write_text(content)
     with caplog.at_level(logging.WARNING, "disco_ds.data"):
         assert [raw.number for raw in read_shard(str(shard), None, 1, 2)] == [1, 3, 5]
-    assert f"{shard.name}{ENDING} " in caplog.text
+    assert f"{shard.name}{INDEX_ENDING} " in caplog.text
 
 
 def test_what_cannot_be_indexed_is_named(tmp_path, capsys):
@@ -176,8 +184,8 @@ def test_what_cannot_be_indexed_is_named(tmp_path, capsys):
     assert "2 shards have none" in said.out
     assert "truncated_shard" in said.err
     assert "a compressed tar cannot be indexed" in said.err
-    assert not Path(f"{cut}{ENDING}").exists()
-    assert json.loads(Path(f"{good}{ENDING}").read_text())["samples"] == 4
+    assert not Path(f"{cut}{INDEX_ENDING}").exists()
+    assert json.loads(Path(f"{good}{INDEX_ENDING}").read_text())["samples"] == 4
     assert index(good) == 0
     assert "1 were there" in capsys.readouterr().out
     for arguments, words in (

@@ -65,17 +65,23 @@ def test_what_is_missing_is_listed(tmp_path, capsys):
     (source / "b" / "photo 01.png").unlink()
     (source / "b" / "photo 03.txt").write_text(" \n")
     (source / "b" / ".hidden.png").write_bytes(b"")
-    (source / "broken.png").symlink_to(source / "nothing")
+    (source / "a" / "photo 04.png").unlink()
+    (source / "a" / "photo 04.png").symlink_to(source / "nothing")
     (source / "readme.md").write_text("x")
     out = tmp_path / "out"
     for _ in range(2):  # a second call writes nothing and says the same
         assert make(source, out) == 1
         said = capsys.readouterr()
-        assert "3 samples" in said.out
-        for words in ("missing  3, all in", "a/photo 00.png: no .txt of this name", "b/photo 01.txt: no image of this",
-                      "b/photo 03.png: the caption is empty"):  # fmt: skip
+        assert "2 samples" in said.out
+        for words in (
+            "missing  4, all in",
+            "a/photo 04.png: no such file",
+            "a/photo 00.png: no .txt of this name",
+            "b/photo 01.txt: no image of this name",
+            "b/photo 03.png: the caption is empty",
+        ):
             assert words in said.err
-        assert (out / "missing.txt").read_text().count("\n") == 3
+        assert (out / "missing.txt").read_text().count("\n") == 4
 
 
 def test_names_that_would_be_mixed_up_are_told_apart(tmp_path):
@@ -196,7 +202,11 @@ def test_another_source_or_options_in_the_same_folder_are_refused(tmp_path, caps
     (source / "new.png").write_bytes(image_bytes(99))
     assert make(source, out, "--samples-per-shard", 5) == 2
     assert "as it is now" in capsys.readouterr().err
-    assert make(source, tmp_path / "in", "--samples-per-shard", 5) == 2
+    assert make(source, source / "out", "--samples-per-shard", 5) == 2
+    assert "lies in SOURCE" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("")
+    assert make(source, tmp_path / "other", "--samples-per-shard", 5) == 2
     assert "did not begin" in capsys.readouterr().err
     assert content(out) == before
 

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         "sizes, captions and every fault with examples; --model adds tokens and tries its transform.",
         epilog="examples:\ndisco-data check '/data/{00000..00099}.tar' --model ViT-B-32\n"
         "disco-data check raw/ --data.min_image_size 64 --fix clean/\n\n"
-        f"{EPILOG}\nexit status: 0 no fault, 1 faults, 2 the input is wrong",
+        f"{EPILOG}\nexit status: 0 no fault, 1 faults or no sample at all, 2 the input is wrong",
     )
     add_shards(parser)
     parser.add_argument(
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(table(report, context)))
         if arguments.fix is not None:
             print(f"written  {report.written:,} shards with {report.good:,} samples to {arguments.fix}")
-    return 1 if report.faults else 0
+    return 1 if report.faults or not report.good else 0
 
 
 def _spread(values: Sequence[int]) -> list[int]:
@@ -108,6 +108,8 @@ def table(report: Report, context: int | None) -> list[str]:
         if context is not None:
             cut = f"{found['truncated']:,} ({found['truncated'] / max(1, found['captions']):.1%})"
             lines.append(f"         tokens {_three(found['tokens'])}, the context is {context}: {cut} are cut")
+    else:
+        lines.append("         nothing here can be trained on")
     lines.append(f"faults   {report.faults.total():,}" if report.faults else "faults   none")
     width = len(f"{max(report.faults.values(), default=0):,}")
     for kind, count in report.faults.most_common():

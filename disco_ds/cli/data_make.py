@@ -13,6 +13,7 @@ from disco_ds.cli.data_options import Parser, positive
 from disco_ds.data.make import MISSING, Made, make_shard, note, open_folder, tasks, write_missing
 from disco_ds.data.make_sources import TABLES, Options, listing
 from disco_ds.data.pool import cores, each, progress
+from disco_ds.errors import DataError
 
 SHOWN = 10
 """Missing samples that are named on the terminal."""
@@ -80,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     names = Options.__dataclass_fields__
     options = Options(**{name: getattr(arguments, name) for name in names})
     source, out = arguments.source.expanduser(), arguments.out.expanduser()
+    if out.resolve().is_relative_to(source.resolve()):
+        raise DataError(f"OUT {out} lies in SOURCE {source}, whose files it would change; give a folder outside of it")
     found = listing(source, options)
     finished = open_folder(out, found, options, source)
     total = -(-found.total // options.samples_per_shard) if found.total is not None else None

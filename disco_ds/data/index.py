@@ -18,18 +18,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from disco_ds.data.sources import is_remote
+from disco_ds.data.sources import INDEX_ENDING, is_remote
 
 log = logging.getLogger("disco_ds.data")
 
-ENDING = ".index.json"
 VERSION = 1
 HEADER_BYTES = 512
 
 
 def index_path(shard: str, folder: str | None = None) -> Path:
     """Where the index of a local shard is looked for: beside it, or in ``folder``."""
-    beside = Path(f"{shard}{ENDING}")
+    beside = Path(f"{shard}{INDEX_ENDING}")
     return beside if folder is None else Path(folder).expanduser() / beside.name
 
 

@@ -134,6 +134,8 @@ def _files(folder: Path, under: str) -> Iterator[tuple[str, int]]:
                     yield from _files(folder / item.name, f"{under}{item.name}/")
                 elif item.is_file():
                     yield f"{under}{item.name}", item.stat().st_size
+                elif item.is_symlink():  # to nothing: it is listed as missing
+                    yield f"{under}{item.name}", -1
     except OSError as error:
         raise DataError(f"SOURCE {folder} cannot be read: {error.strerror}") from error
 

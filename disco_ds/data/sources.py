@@ -19,6 +19,8 @@ log = logging.getLogger("disco_ds.data")
 
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 LIST_ENDINGS = (".txt", ".list")
+INDEX_ENDING = ".index.json"
+"""Of the file that lies beside a shard and says where its samples begin; no glob takes it for a shard."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def _shards(entry: str, field: str) -> list[str]:
     if re.search(r"\{.*(\.\.|,).*\}", entry):
         return _brace_list(entry, field)
     if re.search(r"[*?\[]", entry):
-        found = [str(Path(name).absolute()) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+        names = [name for name in glob.glob(str(path), recursive=True) if not name.endswith(INDEX_ENDING)]
+        found = [str(Path(name).absolute()) for name in names if Path(name).is_file()]
         if not found:
             raise DataError(f"{field}: no file matches the glob {entry!r} ({_nearest(path)})")
         return found
@@ -106,7 +109,7 @@ def _brace_list(entry: str, field: str) -> list[str]:
     missing: list[str] = []
     for name in names:
         matches = sorted(glob.glob(name, recursive=True)) if re.search(r"[*?\[]", name) else [name]
-        existing = [match for match in matches if Path(match).is_file()]
+        existing = [match for match in matches if Path(match).is_file() and not match.endswith(INDEX_ENDING)]
         found += [str(Path(match).absolute()) for match in existing]
         if not existing:
             missing.append(name)
