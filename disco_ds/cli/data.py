@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         print(f"disco-data: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads the answer has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("disco-data: interrupted", file=sys.stderr)
         return 130
