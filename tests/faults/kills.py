@@ -75,7 +75,7 @@ def wait_for(job: Job, kind: str, folder: Path, rng: random.Random) -> None:
     steps = rng.randint(1, 3 * EVERY)
     while job.alive() and time.monotonic() < deadline:
         reached = max(losses(folder), default=0)
-        if kind == "stepping" and reached >= min(begin + steps, STEPS - 1):
+        if kind == "stepping" and reached >= begin + steps:
             pause(job, rng.uniform(0, 0.1))
             return
         if kind == "saving" and reached > begin and files.find_unfinished(checkpoints):
