@@ -40,7 +40,11 @@ class ModelConfig(_Section):
     config: dict[str, Any] | None = None
     """The model itself, as the content of an open_clip JSON (embed_dim, vision_cfg, text_cfg); name is then a label."""
     pretrained: str | None = None
-    """Initial weights: a checkpoint file or an open_clip pretrained tag. None: random, from seed."""
+    """Initial weights: an open_clip tag, .pt or .safetensors file, local-dir: or hf-hub: folder, or a run's folder."""
+    image_size: PositiveInt | None = None
+    """Pixels a side, where it is not the model's own; positional embeddings of pretrained weights are interpolated."""
+    context_length: PositiveInt | None = None
+    """Tokens a caption, where it is not the model's own; positional embeddings are interpolated likewise."""
     freeze: Literal["none", "image", "text"] = "none"
     """Tower that is not trained; "image" is LiT (arXiv 2111.07991)."""
     checkpointing: str = Field("none", pattern=r"^(none|full|every:[1-9]\d*|ops|offload)$")

@@ -9,6 +9,7 @@ gradient goes to the working copy as always.
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from disco_ds.activations import apply_policy
 from disco_ds.config import MAX_LOGIT_SCALE, ModelConfig
 from disco_ds.errors import ConfigError, nearest
+from disco_ds.pretrained import HUB, LOCAL, Source, find_source, fitted, schema_config
+from disco_ds.saved_model import open_clip_state_dict as open_clip_state_dict
 
 MODEL_CONFIGS = Path(__file__).parent / "model_configs"
 
@@ -126,38 +129,47 @@ class TwoTowers(nn.Module):
         return (0.0, MAX_LOGIT_SCALE) if name == "logit_scale" else None
 
 
-def open_clip_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of :class:`TwoTowers` under open_clip's names and shapes."""
-    renamed = {}
-    for name, value in state.items():
-        scalar = name in ("logit_scale", "logit_bias")
-        renamed[name.removeprefix("clip.")] = value.reshape(()) if scalar else value
-    return renamed
-
-
 def _registered_name(config: ModelConfig) -> str:
-    """The name under which open_clip knows the model; registers a model given as dict or JSON file first.
+    """The name under which open_clip knows the model; registers first what is not open_clip's own.
 
     Raises:
         ConfigError: no such model, or one that this loss cannot train.
     """
+    name = _base_name(config)
+    if config.image_size is None and config.context_length is None:
+        return name
+    content = open_clip.get_model_config(name) or {}
+    if config.image_size is not None:
+        content["vision_cfg"]["image_size"] = config.image_size
+        name = f"{name}-{config.image_size}px"
+    if config.context_length is not None:
+        content["text_cfg"]["context_length"] = config.context_length
+        name = f"{name}-{config.context_length}tokens"
+    return _register_content(content, name, "model.config")
+
+
+def _base_name(config: ModelConfig) -> str:
     if config.config is not None:
-        name = f"{config.name}-from-config".replace("/", "-")
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{name}.json"
-            path.write_text(json.dumps(config.config))
-            return _register_json(path, "model.config")
+        return _register_content(config.config, f"{config.name}-from-config".replace("/", "-"), "model.config")
     if config.name.endswith(".json"):
         return _register_json(Path(config.name), "model.name")
     shipped = MODEL_CONFIGS / f"{config.name}.json"
     if shipped.is_file():
         return _register_json(shipped, "model.name")
-    if config.name.startswith(("hf-hub:", "local-dir:")):
-        return config.name
+    if config.name.startswith((LOCAL, HUB)):
+        content = schema_config(config.name, "model.name")["model_cfg"]
+        return _register_content(content, f"{Path(config.name).name}-from-folder".replace(":", "-"), "model.name")
     if open_clip.get_model_config(config.name.replace("/", "-")) is None:
         names = [*open_clip.list_models(), *sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))]
         raise ConfigError(f"model.name: open_clip has no model {config.name!r}.{nearest(config.name, names)}")
     return config.name.replace("/", "-")
+
+
+def _register_content(content: dict[str, Any], name: str, field: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.json"
+        path.write_text(json.dumps(content))
+        return _register_json(path, field)
 
 
 def _register_json(path: Path, field: str) -> str:
@@ -170,39 +182,92 @@ def _register_json(path: Path, field: str) -> str:
     missing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in content]
     if missing:
         raise ConfigError(f"{field}: an open_clip model needs embed_dim, vision_cfg and text_cfg; missing: {missing}")
-    open_clip.add_model_config(path)
+    if open_clip.get_model_config(path.stem) != content:  # adding one reads all of open_clip's files anew
+        open_clip.add_model_config(path)
     return path.stem
 
 
-def build_model(config: ModelConfig, seed: int, *, deepspeed_checkpointing: bool = False) -> TwoTowers:
+def open_clip_config(config: ModelConfig) -> dict[str, Any]:
+    """The content of the model's open_clip JSON, with image_size and context_length of the run in it.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    return open_clip.get_model_config(_registered_name(config)) or {}
+
+
+def build_model(
+    config: ModelConfig, seed: int, *, deepspeed_checkpointing: bool = False, source: Source | None = None
+) -> TwoTowers:
     """The model of a run on the CPU in fp32, with the same initial weights on every rank.
 
     Args:
         deepspeed_checkpointing: recompute blocks through DeepSpeed's activation_checkpointing, not torch's.
+        source: initial weights in place of ``config.pretrained``.
 
     Raises:
-        ConfigError: unknown or unsuitable model, weights that cannot be had, a config that open_clip refuses.
+        ConfigError: unknown or unsuitable model, a config that open_clip refuses, weights that cannot be had or do not
+            fit; weights are compared before the model is built.
+        CheckpointError: ``config.pretrained`` is a run's folder without a checkpoint that verifies.
     """
-    name = _registered_name(config)
-    model_config = open_clip.get_model_config(name) or {}
-    if "multimodal_cfg" in model_config:
+    name, content = _registered_name(config), open_clip_config(config)
+    if "multimodal_cfg" in content:
         raise ConfigError(f"model.name: {config.name} is a CoCa model; its captioning loss is not part of this project")
     options: dict[str, Any] = {}
     if config.patch_dropout is not None:
-        if "timm_model_name" in model_config.get("vision_cfg", {}):
+        if "timm_model_name" in content.get("vision_cfg", {}):
             raise ConfigError("model.patch_dropout: only open_clip's own ViTs drop patches, this image tower is timm's")
         options["force_patch_dropout"] = config.patch_dropout
+    source = source or find_source(config)
+    weights: Any = None
+    if source is not None:
+        options["force_preprocess_cfg"] = {key: source.preprocess[key] for key in source.preprocess if key != "size"}
+        weights = source.read()
+        if not isinstance(weights, Path):
+            empty = _create(config, name, device="meta")
+            weights = fitted(weights, empty, source.label, bias=content.get("init_logit_bias") or 0.0)
     torch.manual_seed(seed)
-    try:
-        clip = open_clip.create_model(name, pretrained=config.pretrained, pretrained_text=False, **options)
-    except Exception as error:
-        what = f" with model.pretrained {config.pretrained!r}" if config.pretrained else ""
-        raise ConfigError(
-            f"model.name: open_clip could not build {config.name!r}{what}: {type(error).__name__}: {error}"
-        ) from error
+    clip = _create(config, name, quiet=weights is not None, **options)
+    if isinstance(weights, Path):
+        _load_big_vision(clip, weights)
+    elif weights is not None:
+        clip.load_state_dict(weights)
     model = TwoTowers(clip, config.freeze)
     apply_policy(trained_towers(model), config.checkpointing, by_deepspeed=deepspeed_checkpointing)
     return model
+
+
+def _create(config: ModelConfig, name: str, *, device: str = "cpu", quiet: bool = False, **options: Any) -> Any:
+    """open_clip's model without weights, a timm trunk at the configuration's image size.
+
+    Raises:
+        ConfigError: open_clip refuses.
+    """
+    before = logging.root.level
+    if quiet or device == "meta":  # open_clip warns that the model has no weights; they are on their way
+        logging.root.setLevel(logging.ERROR)
+    try:
+        clip = open_clip.create_model(name, device=device, pretrained=None, pretrained_text=False, **options)
+        size = getattr(clip.visual, "image_size", None)
+        patches = getattr(getattr(clip.visual, "trunk", None), "patch_embed", None)
+        if size is not None and getattr(patches, "img_size", None) not in (None, open_clip.utils.to_2tuple(size)):
+            clip.visual.set_input_size(size)  # open_clip builds timm's models at the size in their name
+    except Exception as error:
+        raise ConfigError(
+            f"model.name: open_clip could not build {config.name!r}: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        logging.root.setLevel(before)
+    return clip
+
+
+def _load_big_vision(clip: Any, path: Path) -> None:
+    try:
+        open_clip.factory.load_checkpoint(clip, str(path))
+    except Exception as error:
+        raise ConfigError(
+            f"model.pretrained: {path} does not fit the model ({type(error).__name__}: {error})"
+        ) from error
 
 
 def trained_towers(model: TwoTowers) -> dict[str, list[nn.Module]]:
@@ -222,9 +287,10 @@ def build_tokenizer(config: ModelConfig) -> Callable[[list[str]], Tensor]:
     Raises:
         ConfigError: the tokenizer's files have to come from a hub that cannot be reached.
     """
-    name = _registered_name(config)
+    # a folder's or a hub's model brings the tokenizer's files with it, if it needs any
+    name = config.name if config.name.startswith((LOCAL, HUB)) else _registered_name(config)
     try:
-        return open_clip.get_tokenizer(name)
+        return open_clip.get_tokenizer(name, context_length=config.context_length)
     except Exception as error:
         raise ConfigError(
             f"model.name: the tokenizer of {config.name!r} could not be loaded; it comes from the Hugging Face hub "

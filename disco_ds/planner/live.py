@@ -110,7 +110,7 @@ def _request(
 
 
 def _source(config: RunConfig, progress: Progress) -> ModelSource:
-    changes = config.model.model_dump(include={"config", "freeze", "patch_dropout"})
+    changes = config.model.model_dump(include={"config", "freeze", "patch_dropout", "image_size", "context_length"})
     return ModelSource(config.model.name, progress, changes)
 
 
