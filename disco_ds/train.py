@@ -23,6 +23,7 @@ from disco_ds.model import preprocessing
 from disco_ds.optimizer import set_learning_rate
 from disco_ds.planner import live
 from disco_ds.report import write_report
+from disco_ds.reporting.records import record_memory, record_shown, record_start
 from disco_ds.setup import Run
 from disco_ds.skips import Skips
 from disco_ds.step import StepResult, global_mean
@@ -34,6 +35,8 @@ MEMORY_STEP = 3
 def train(run: Run) -> None:
     """Train to the end of the run, or to a SIGTERM, which saves and returns."""
     config, state, result = run.config, run.state, None
+    if dist.get_rank() == 0:
+        record_start(run)
     window, signals = Window(run), Signals()
     skips = Skips(run.folder, run.control, config.optimizer.max_skipped, state.skipped, state.skipped_in_a_row)
     batches = iter(run.stream)
@@ -79,7 +82,9 @@ def compare_memory(run: Run) -> None:
     except ConfigError as error:  # an optimizer or model that the planner does not know is no reason to stop
         run.telemetry.say(f"memory: not predicted ({error})")
         return
-    line, warning = live.compare(prediction, live.measure(run.engine, run.device))
+    measured = live.measure(run.engine, run.device)
+    record_memory(run, prediction, measured)
+    line, warning = live.compare(prediction, measured)
     run.telemetry.say(line)
     if warning is not None:
         run.telemetry.say(warning)
@@ -116,6 +121,8 @@ def run_evaluation(run: Run) -> EvalResult:
         std=preprocess["std"],
     )
     run.telemetry.log_eval(run.state.step, result.metrics, format_result(result))
+    if dist.get_rank() == 0:
+        record_shown(run, result)
     return result
 
 
