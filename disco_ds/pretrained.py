@@ -62,9 +62,8 @@ def find_source(config: ModelConfig) -> Source | None:
     name = config.name.replace("/", "-")
     tag = get_pretrained_cfg(name, named) if config.config is None else {}
     if tag:
-        return Source(
-            f"{named} of {name}", lambda: _read_file(_downloaded(lambda: download_pretrained(tag), name)), tag
-        )
+        label = f"{named} of {name}"
+        return Source(label, lambda: _read_file(_downloaded(lambda: download_pretrained(tag), label)), tag)
     path = Path(named).expanduser()
     if holds_checkpoints(path):
         return source_of_run(find_saved(path))
