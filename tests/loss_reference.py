@@ -95,7 +95,7 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 
 
 def _leaves(*values: Any) -> list[Tensor]:
-    return [torch.as_tensor(x).detach().double().clone().requires_grad_() for x in values]
+    return [torch.as_tensor(x, dtype=torch.float64).detach().clone().requires_grad_() for x in values]
 
 
 def streamed_reference(
