@@ -1,4 +1,4 @@
-"""report.png in a run's folder: how training went, and what the model says about held-out images."""
+"""report.png and report.html in a run's folder: how training went, and what the model says about held-out images."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from disco_ds.reporting.words import fit, installed_families, measurer, printabl
 from disco_ds.telemetry import EVAL_FILE, METRICS_FILE
 
 REPORT_FILE = "report.png"
+PAGE_FILE = "report.html"
 
 _WIDTH, _DPI = 16.0, 100  # 1,600 pixels: readable at full size
 _MARGIN = 0.55  # inches, left and right
@@ -46,6 +47,29 @@ def write_report(run_dir: Path | str, eval_result: EvalResult | None = None) -> 
         mpl.rcParams.update({"font.family": list(installed_families()), "axes.edgecolor": FAINT})
         draw_report(run_dir, [] if eval_result is None else eval_result.samples).savefig(fresh, format="png")
     os.replace(fresh, path)
+    return path
+
+
+def write_page(run_dir: Path | str) -> Path | None:
+    """Write ``report.html``, as ``disco-report RUN`` does, at the end of a run.
+
+    Returns:
+        the page's path; None, after a line that says why, where it cannot be made: the run it tells of is finished and
+        stands, whatever becomes of its report.
+    """
+    path = Path(run_dir) / PAGE_FILE
+    fresh = path.with_name(f".{PAGE_FILE}.new")
+    try:
+        from disco_ds.reporting.page import render
+        from disco_ds.reporting.run_folder import read_runs
+
+        fresh.write_text(render(read_runs([path.parent]))[0], encoding="utf-8")
+        os.replace(fresh, path)
+    except ImportError:
+        return None  # write_report has said which extra to install
+    except Exception as error:
+        print(f"no {PAGE_FILE}: {type(error).__name__}: {error}", flush=True)
+        return None
     return path
 
 

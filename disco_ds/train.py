@@ -22,7 +22,7 @@ from disco_ds.evaluate import EvalResult, evaluate, format_result
 from disco_ds.model import preprocessing
 from disco_ds.optimizer import set_learning_rate
 from disco_ds.planner import live
-from disco_ds.report import write_report
+from disco_ds.report import write_page, write_report
 from disco_ds.reporting.records import record_memory, record_shown, record_start
 from disco_ds.setup import Run
 from disco_ds.skips import Skips
@@ -98,8 +98,9 @@ def finish(run: Run, result: EvalResult | None) -> None:
         metrics = {} if result is None else result.metrics
         outcome = {"steps": run.state.step, "samples_seen": run.state.samples_seen, **metrics}
         (run.folder / "result.json").write_text(json.dumps(outcome, indent=1) + "\n")
-        report = write_report(run.folder, result)
-        run.telemetry.say(f"finished {run.folder}" + (f"; picture: {report}" if report else ""))
+        report, page = write_report(run.folder, result), write_page(run.folder)
+        made = [f"picture: {report}"] * bool(report) + [f"report: {page}"] * bool(page)
+        run.telemetry.say("; ".join([f"finished {run.folder}", *made]))
     run.telemetry.close()
     run.watchdog.close()
     dist.barrier(group=run.control)

@@ -48,7 +48,7 @@ def _report(arguments: argparse.Namespace) -> None:
     from disco_ds.reporting.run_folder import read_runs
 
     runs = read_runs(arguments.runs)
-    out = arguments.out or (runs[0].path / REPORT_FILE if len(runs) == 1 else Path(COMPARISON_FILE))
+    out = arguments.out or (arguments.runs[0] / REPORT_FILE if len(runs) == 1 else Path(COMPARISON_FILE))
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--out {out}: the report is HTML; give a name that ends in .html")
     try:

@@ -18,7 +18,8 @@ from disco_ds.reporting.run_folder import RunFolder, number
 from disco_ds.reporting.style import FAINT, GIB, RUN_COLOURS, SHADES, dress, elide, legend, new_figure
 
 _POINTS = 400  # a curve has two of them for each pixel of a phone
-_SMOOTH_FROM = 60  # logged steps
+SMOOTH_FROM = 20
+"""Logged steps from which on the loss is smoothed."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,14 @@ def loss(runs: Sequence[RunFolder]) -> Chart | None:
     figure, axes = new_figure()
     for run, colour in _coloured(runs, "loss"):
         steps, values = run.series("loss")
-        many = len(steps) >= _SMOOTH_FROM
+        many = len(steps) >= SMOOTH_FROM
         x, curve = across(run, steps), np.asarray(smoothed(values) if many else values)
         if many:
             axes.plot(*thinned(x, np.asarray(values)), color=colour, alpha=0.3, lw=0.8)
         axes.plot(*thinned(x, curve), color=colour, lw=1.8, marker="o" if len(steps) == 1 else "")
         last = curve[np.isfinite(curve)][-1:]
         words.append(
-            f"{prefix(run, runs)}{'smoothed ' if many else ''}{f'{last[0]:.3f}' if len(last) else 'no number'}"
+            f"{prefix(run, runs)}{'smoothed' if many else 'last'} {f'{last[0]:.3f}' if len(last) else 'no number'}"
         )
         finite = np.asarray(values)[np.isfinite(values)]
         ranges += [*curve[np.isfinite(curve)], *(np.percentile(finite, [1, 99]) if len(finite) else [])]
@@ -84,6 +85,7 @@ def loss(runs: Sequence[RunFolder]) -> Chart | None:
         low, high = min(ranges), max(ranges)
         room = 0.06 * (high - low) or 0.1
         axes.set_ylim(max(low - room, 0) if low >= 0 else low - room, high + room)
+    _mark_resumes(axes, runs)
     dress(axes, "loss (nats)", across.label)
     legend(figure, entries)
     return Chart("loss", "Loss", "Loss over steps: " + "; ".join(text for text, _ in entries), figure)
@@ -103,6 +105,7 @@ def _curve(
         entries.append((f"{prefix(run, runs)}last {format(last[0], digits) if len(last) else '–'}", {"color": colour}))
     if not entries:
         return None
+    _mark_resumes(axes, runs)
     dress(axes, label, across.label)
     legend(figure, entries)
     return Chart(metric, title, f"{title} over steps: " + "; ".join(text for text, _ in entries), figure)
@@ -175,8 +178,7 @@ def retrieval(runs: Sequence[RunFolder], k: int | None = None) -> Chart | None:
             entries.append((f"{prefix(run, runs)}R@{recall}  {' / '.join(last)}", {"color": shade}))
     if not entries:
         return None
-    chance = {run.last(f"val/image_to_text_R@{k or 10}_chance", of_evals=True) for run in runs} - {None}
-    for value in sorted(chance)[:1]:
+    for value in _chance(runs, f"val/image_to_text_R@{k or 10}_chance"):
         axes.axhline(value, color=FAINT, ls=":", lw=1.3)
         entries.append((f"R@{k or 10} by chance {value:.3f}", {"color": FAINT, "ls": ":"}))
     dress(axes, "recall (share found)", across.label)
@@ -203,8 +205,7 @@ def zero_shot(runs: Sequence[RunFolder]) -> Chart | None:
             entries.append((f"{prefix(run, runs)}{words} {values[-1]:.3f}", style))
     if not entries:
         return None
-    chance = {run.last("val/zero_shot_top1_chance", of_evals=True) for run in runs} - {None}
-    for value in sorted(chance)[:1]:
+    for value in _chance(runs, "val/zero_shot_top1_chance"):
         axes.axhline(value, color=FAINT, ls=":", lw=1.3)
         entries.append((f"top-1 by chance {value:.3f}", {"color": FAINT, "ls": ":"}))
     dress(axes, "accuracy (share right)", across.label)
@@ -214,10 +215,27 @@ def zero_shot(runs: Sequence[RunFolder]) -> Chart | None:
     return Chart("zero_shot", title, f"{title} over steps: " + "; ".join(text for text, _ in entries), figure)
 
 
+def _chance(runs: Sequence[RunFolder], name: str) -> list[float]:
+    """The level of chance, where it is one for all runs."""
+    levels = {level for run in runs if (level := run.last(name, of_evals=True)) is not None}
+    return list(levels) if len(levels) == 1 else []
+
+
 def _coloured(runs: Sequence[RunFolder], metric: str, *, of_evals: bool = False) -> list[tuple[RunFolder, str]]:
     """The runs that have a metric, each with its colour, which is the same in all charts."""
     chosen = [(run, RUN_COLOURS[place % len(RUN_COLOURS)]) for place, run in enumerate(runs)]
     return [(run, colour) for run, colour in chosen if run.series(metric, of_evals=of_evals)[0]]
+
+
+def resumes(run: RunFolder) -> list[int]:
+    """Steps after which the run was started again."""
+    return sorted({start["step"] for start in run.starts if start["step"] > 0})
+
+
+def _mark_resumes(axes: Any, runs: Sequence[RunFolder]) -> None:
+    """A thin line where a run alone on its chart was resumed."""
+    for step in resumes(runs[0])[:40] if len(runs) == 1 else ():
+        axes.axvline(step, color=FAINT, lw=0.6, alpha=0.7)
 
 
 def prefix(run: RunFolder, runs: Sequence[RunFolder], most: int = 24) -> str:

@@ -66,6 +66,8 @@ def _section(
 def _training(runs: Sequence[RunFolder]) -> Section:
     makers = (charts.loss, charts.learning_rate, charts.logit_scale, charts.gradient_norm)
     section = _section("Training", runs, makers, "No step is logged: metrics.jsonl is missing or empty.")
+    if len(runs) == 1 and section.charts and charts.resumes(runs[0]):
+        section.notes.append("Thin vertical lines: the run was resumed there.")
     silent = [run.label for run in runs if not run.metrics]
     if section.charts and silent:
         section.notes.append(f"No step is logged of {', '.join(silent)}.")
@@ -118,7 +120,16 @@ def _data(runs: Sequence[RunFolder]) -> Section:
 
 def _skipped(runs: Sequence[RunFolder]) -> Section:
     found = [table for run in runs if (table := tables.skipped_steps(run)) is not None]
-    return Section("Skipped steps", tables=found, notes=[] if found else ["None: every loss and gradient was finite."])
+    notes = []
+    for run in runs:
+        if not run.skipped and run.last("skipped_steps"):
+            notes.append(
+                f"{run.label}: {run.last('skipped_steps'):,.0f} skipped; skipped.jsonl, which names them, is missing."
+            )
+    if not found and not notes:
+        logged = any(run.metrics for run in runs)
+        notes = ["None: every loss and gradient was finite." if logged else "No step is logged."]
+    return Section("Skipped steps", tables=found, notes=notes)
 
 
 def _starts(runs: Sequence[RunFolder]) -> Section:

@@ -19,6 +19,7 @@ Lines = list[dict[str, Any]]
 
 _MARKS = ("config.yaml", "metrics.jsonl", "eval.jsonl", "result.json", STARTS_FILE)
 """A folder with one of these is a run's."""
+_LARGEST = 1e300
 
 
 @dataclass
@@ -101,9 +102,9 @@ class RunFolder:
 
 def number(value: Any, default: float = math.nan) -> float:
     """A finite number as float, anything else as ``default``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return default
-    return float(value)
+    return float(value) if abs(value) < _LARGEST else default  # NaN is not below it
 
 
 def faults_of(line: dict[str, Any]) -> dict[str, int]:
@@ -179,7 +180,7 @@ def _mapping(run: RunFolder, name: str) -> dict[str, Any]:
 
 def _lines(run: RunFolder, name: str) -> Lines:
     try:
-        return read_lines(run.path / name)
+        return [line for line in read_lines(run.path / name) if 0 <= line["step"] < _LARGEST]
     except OSError:
         run.unreadable.append(name)
         return []

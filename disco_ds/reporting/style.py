@@ -58,7 +58,7 @@ def dress(axes: Any, label: str, across: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=GRID, lw=0.8)
     axes.set_axisbelow(True)
-    axes.set_ylabel(label)
+    axes.set_ylabel(label, labelpad=7)
     axes.set_xlabel(across)
     if across in ("step", "pairs seen"):
         axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)

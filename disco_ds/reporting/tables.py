@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from disco_ds.reporting.bars import HELD, memory_parts
+from disco_ds.reporting.charts import SMOOTH_FROM
 from disco_ds.reporting.curves import smoothed
 from disco_ds.reporting.differences import ABSENT, differences, flat, settings, settings_of_start
 from disco_ds.reporting.run_folder import RunFolder, number
@@ -31,6 +32,8 @@ class Table:
     title: str = ""
     note: str = ""
     best: frozenset[tuple[int, int]] = frozenset()
+    folded: bool = False
+    """Folded away behind its title."""
 
 
 def head(run: RunFolder) -> dict[str, Any]:
@@ -103,8 +106,9 @@ def seconds_of_steps(run: RunFolder) -> float:
 
 
 def final_loss(run: RunFolder) -> float | None:
-    """The smoothed loss at the end."""
-    finite = [value for value in smoothed(run.series("loss")[1]) if math.isfinite(value)]
+    """The loss at the end, smoothed as in its chart."""
+    values = run.series("loss")[1]
+    finite = [value for value in (smoothed(values) if len(values) >= SMOOTH_FROM else values) if math.isfinite(value)]
     return finite[-1] if finite else None
 
 
@@ -113,11 +117,12 @@ def _median(run: RunFolder, name: str) -> float | None:
     return float(np.median(values)) if values else None
 
 
+_LOSS = "loss at the end"
 _Row = tuple[str, Callable[[RunFolder], float | None], str, int]
 _RESULTS: list[_Row] = [
     ("steps", lambda run: run.step, ",.0f", 0),
     ("pairs seen", lambda run: run.last("samples_seen"), ",.0f", 0),
-    ("loss at the end (smoothed)", final_loss, ".4f", -1),
+    (_LOSS, final_loss, ".4f", -1),
     *(
         (f"{words} R@{k}", lambda run, key=key, k=k: run.last(f"val/{key}_R@{k}", of_evals=True), ".3f", 1)  # type: ignore[misc]
         for key, words in _DIRECTIONS
@@ -137,13 +142,16 @@ _RESULTS: list[_Row] = [
 
 def results(runs: Sequence[RunFolder]) -> Table:
     """Final metrics of several runs beside each other, the best of a row marked."""
-    rows, best = [], set()
+    rows: list[list[str]] = []
+    best: set[tuple[int, int]] = set()
     for name, value_of, pattern, better in _RESULTS:
         values = [math.nan if (value := value_of(run)) is None else value for run in runs]
         if not any(map(math.isfinite, values)):
             continue
         texts = [format(value, pattern) if math.isfinite(value) else ABSENT for value in values]
-        if better and len(set(texts) - {ABSENT}) > 1:
+        # losses of other batches or kinds are other quantities
+        alike = name != _LOSS or len({(run.global_batch, run.option("loss.kind") == "sigmoid") for run in runs}) == 1
+        if better and alike and len(set(texts) - {ABSENT}) > 1:
             top = max(better * value for value in values if math.isfinite(value))
             best |= {(len(rows), place + 1) for place, value in enumerate(values) if better * value == top}
         rows.append([name, *texts])
@@ -162,13 +170,18 @@ def last_evaluation(run: RunFolder) -> Table | None:
             continue
         chance = number(last.get(f"{name}_chance"))
         rows.append([name, _plain(value), f"{chance:.4g}" if math.isfinite(chance) else ""])
-    return Table(["metric", "value", "by chance"], rows, title=f"Evaluation at step {run.evals[-1]['step']:,}")
+    return Table(
+        ["metric", "value", "by chance"],
+        rows,
+        title=f"All numbers of the evaluation at step {run.evals[-1]['step']:,}",
+        folded=True,
+    )
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    return f"{value:.5g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 def faults(runs: Sequence[RunFolder]) -> Table | None:
@@ -209,10 +222,11 @@ def starts(run: RunFolder) -> Table | None:
     """Each start of the run, and what was changed from the one before."""
     if not run.starts:
         return None
-    rows, before = [], None
+    rows: list[list[str]] = []
+    before: dict[str, Any] | None = None
     for start in run.starts:
         now = settings_of_start(start)
-        changes = [] if before is None else differences([before, now])
+        changes = differences([before, now]) if before is not None else []
         words = [f"{name}: {old} → {new}" for name, (old, new) in changes]
         ranks = f"{start.get('ranks')} × {start.get('device')}"
         changed = "; ".join(words) or ("first start" if before is None else "nothing")
@@ -260,13 +274,14 @@ def memory_words(run: RunFolder) -> str:
     if error is not None:
         runtime = number((run.memory.get("planned") or {}).get("runtime"), 0) / GIB
         return (
-            f"Measured after step {run.memory.get('step')}: allocated memory is {error:+.1%} from the plan at its highest "
-            f"moment, “{run.memory.get('moment')}”. The CUDA context and NCCL, planned at {runtime:.2f} GiB, are in neither bar."
+            f"Measured after step {run.memory.get('step')}: allocated memory is {error:+.1%} from the plan at its "
+            f"highest moment, “{run.memory.get('moment')}”. The CUDA context and NCCL, planned at {runtime:.2f} GiB, "
+            f"are in neither bar."
         )
     if start.get("device") == "cpu":
         return (
-            "Plan and measurement are not compared on a CPU: what is logged there is the highest resident memory of rank "
-            "0's process, with Python and all libraries in it. disco-plan says what a GPU would take."
+            "Plan and measurement are not compared on a CPU: what is logged there is the highest resident memory of "
+            "rank 0's process, with Python and all libraries in it. disco-plan says what a GPU would take."
         )
     return "No comparison of plan and measurement: the run makes it on GPUs, after its third step."
 
@@ -284,6 +299,7 @@ def _well_formed(image: Any) -> bool:
     top, captions = image.get("top"), image.get("captions")
     return (
         isinstance(image.get("rank"), int)
+        and all(isinstance(image.get(side), int) for side in ("width", "height"))
         and isinstance(captions, list)
         and isinstance(top, list)
         and all(isinstance(c, dict) and {"text", "similarity", "right"} <= c.keys() for c in top)
