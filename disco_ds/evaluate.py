@@ -33,10 +33,13 @@ from disco_ds.evaluation.retrieval import (
     top_texts,
 )
 from disco_ds.evaluation.zeroshot import (
-    class_hits,
     class_indices,
+    class_ranks,
+    confusion_counts,
+    count_hits,
     load_classes,
     load_templates,
+    name_twins,
     zero_shot_metrics,
     zero_shot_weights,
 )
@@ -72,6 +75,8 @@ def evaluate(
     seed: int = 0,
     mean: tuple[float, ...] = OPENAI_DATASET_MEAN,
     std: tuple[float, ...] = OPENAI_DATASET_STD,
+    retrieval: bool = True,
+    confusion: bool = False,
 ) -> EvalResult:
     """Measure a model on held-out samples. Collective: every rank calls it, with its own samples or none.
 
@@ -87,6 +92,8 @@ def evaluate(
         device: where the engine takes its inputs; by default the engine's own.
         seed: chooses the images shown in the report.
         mean, std: with which the images were normalised, a number a channel; for showing them.
+        retrieval: False leaves captions alone: zero-shot accuracy only, for images that have no caption.
+        confusion: also count which class was ranked first for images of each class.
 
     Raises:
         DataError: no rank has a sample.
@@ -99,20 +106,27 @@ def evaluate(
     notes: list[str] = []
     with _at_rest(engine), _same_random_states(ranks.compute), torch.no_grad():
         thumbnails = Thumbnails(seed, SHOWN_IMAGES, mean, std)
-        encoded = encode_all(engine, batches, tokenizer, chunk=config.batch, ranks=ranks, thumbnails=thumbnails)
+        encoded = encode_all(
+            engine, batches, tokenizer, chunk=config.batch, ranks=ranks, thumbnails=thumbnails, texts=retrieval
+        )
         if encoded is None:
             raise DataError("evaluation: no rank has a held-out sample; see data.val")
         _refuse_non_finite(encoded, ranks)
         encoded = _counted_once(encoded, ranks, notes)
-        metrics, samples = _retrieval(encoded, ranks, thumbnails)
+        metrics, samples = _retrieval(encoded, ranks, thumbnails) if retrieval else (_counted(encoded, ranks), [])
         metrics["data_faults"] = _note_faults(encoded, ranks, notes)
         per_class: dict[str, tuple[float, int]] = {}
+        counts = None
         if classes is not None:
             weights = _class_weights(engine, tokenizer, classes, templates, config.batch, ranks)
-            accuracies, per_class = _zero_shot(encoded, weights, classes, ranks, notes)
+            accuracies, per_class, counts = _zero_shot(encoded, weights, classes, ranks, notes, confusion)
             metrics.update(accuracies)
     named = {f"val/{name}": value for name, value in metrics.items()}
-    return EvalResult(named, per_class, samples, notes, time.perf_counter() - started)
+    return EvalResult(named, per_class, samples, notes, counts, time.perf_counter() - started)
+
+
+def _counted(encoded: Encoded, ranks: Ranks) -> dict[str, float]:
+    return {"images": int(ranks.total(torch.tensor([len(encoded.index)])))}
 
 
 def _refuse_non_finite(encoded: Encoded, ranks: Ranks) -> None:
@@ -230,12 +244,15 @@ def _class_weights(
 
 
 def _zero_shot(
-    encoded: Encoded, weights: Tensor, classes: list[str], ranks: Ranks, notes: list[str]
-) -> tuple[dict[str, float], dict[str, tuple[float, int]]]:
-    """Accuracies over all ranks' labelled samples, and accuracy and number of samples of each class."""
+    encoded: Encoded, weights: Tensor, classes: list[str], ranks: Ranks, notes: list[str], confusion: bool
+) -> tuple[dict[str, float], dict[str, tuple[float, int]], np.ndarray | None]:
+    """Accuracies over all ranks' labelled samples, accuracy and number of samples of each class, and confusion."""
     numbers, unknown = class_indices(encoded.labels, classes)
     labels = torch.tensor(numbers, dtype=torch.int64, device=ranks.compute)
-    hits = ranks.total(class_hits(encoded.image_features, weights, labels))
+    twins = name_twins(classes)
+    labels, ahead, first = class_ranks(encoded.image_features, weights, labels, twins=twins)
+    hits = ranks.total(count_hits(labels, ahead, len(classes)))
+    counts = ranks.total(confusion_counts(labels, first, len(classes))).cpu().numpy() if confusion else None
     told = ranks.gather_objects((len(unknown), sorted(set(unknown))[:5]))
     strangers = sum(count for count, _ in told)
     if strangers:
@@ -245,10 +262,11 @@ def _zero_shot(
     metrics["zero_shot_unknown_labels"] = strangers
     if metrics["zero_shot_samples"] == 0:
         notes.append("evaluation.classes is given, but no held-out sample has a known label (.cls): no accuracy")
+    shown = [name if twins[number] == number else f"{name} ({number})" for number, name in enumerate(classes)]
     per_class = {
-        name: (right / seen, seen) for name, (seen, right, _) in zip(classes, hits.tolist(), strict=True) if seen
+        name: (right / seen, seen) for name, (seen, right, _) in zip(shown, hits.tolist(), strict=True) if seen
     }
-    return metrics, per_class
+    return metrics, per_class, counts
 
 
 def _device_of(engine: Any, device: torch.device | str | None) -> torch.device:

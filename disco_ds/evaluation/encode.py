@@ -91,10 +91,10 @@ class Encoded:
     labels: list[str | None] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
 
-    def add(self, batch: HeldoutBatch) -> None:
+    def add(self, batch: HeldoutBatch, texts: bool = True) -> None:
         """Note whose features the next rows are."""
         for row, captions in enumerate(batch.captions, start=len(self.index)):
-            self.row_of_text += [row] * len(captions)
+            self.row_of_text += [row] * len(captions) * texts
         self.index += [int(number) for number in batch.index]
         self.faults.update(batch.faults)
         self.captions += batch.captions
@@ -140,8 +140,11 @@ def encode_all(
     chunk: int,
     ranks: Ranks,
     thumbnails: Thumbnails,
+    texts: bool = True,
 ) -> Encoded | None:
     """Encode every sample of every rank; ``chunk`` is the most texts in one call. None if no rank had a sample.
+
+    Without ``texts`` captions are left alone, and ``text_features`` is empty.
 
     Raises:
         Exception: whatever reading a batch raised on this rank.
@@ -151,7 +154,7 @@ def encode_all(
     image_parts, text_parts = [], []
     encoded = Encoded(torch.empty(0), torch.empty(0))
     while True:
-        own = _next(iterator, tokenizer)
+        own = _next(iterator, tokenizer, texts)
         more, failed, *image_shape, context, chunks = ranks.maximum(own.header(chunk))
         if own.error is not None:
             raise own.error
@@ -170,22 +173,25 @@ def encode_all(
             dummy = torch.zeros(1, context, dtype=torch.int64) if len(part) == 0 else part
             text_parts.append(engine(None, dummy.to(ranks.compute)).text_features[: len(part)].detach())
         if batch is not None:
-            encoded.add(batch)
+            encoded.add(batch, texts)
             for index, image in zip(batch.index, batch.images, strict=True):
                 thumbnails.offer(int(index), image)
     if not image_parts:
         return None
-    encoded.image_features, encoded.text_features = torch.cat(image_parts), torch.cat(text_parts)
+    encoded.image_features = torch.cat(image_parts)
+    encoded.text_features = torch.cat(text_parts) if text_parts else encoded.image_features[:0]
     return encoded
 
 
-def _next(iterator: Iterator[HeldoutBatch], tokenizer: Callable[[list[str]], Tensor]) -> _Next:
+def _next(iterator: Iterator[HeldoutBatch], tokenizer: Callable[[list[str]], Tensor], texts: bool) -> _Next:
     try:
         batch = next(iterator, None)
         while batch is not None and len(batch.index) == 0:
             batch = next(iterator, None)
         if batch is None:
             return _Next()
+        if not texts:
+            return _Next(batch, batch.texts[:0])
         if all(len(captions) == 1 for captions in batch.captions):
             return _Next(batch, batch.texts)
         without = [key for key, captions in zip(batch.keys, batch.captions, strict=True) if not captions]

@@ -41,6 +41,7 @@ class EvalResult:
         metrics: flat names ("val/image_to_text_R@10", "val/zero_shot_top1"), chance levels under ``…_chance``.
         per_class: top-1 accuracy and number of samples of each class that has samples.
         samples: a few held-out images, the same ones for the same seed, for the report.
+        confusion: where it was asked for, (C, C) int64: images of the row's class by the class ranked first.
         notes: what the user should know about the numbers, a sentence each.
         seconds: how long it took on this rank.
     """
@@ -49,19 +50,24 @@ class EvalResult:
     per_class: dict[str, tuple[float, int]] = field(default_factory=dict)
     samples: list[RankedImage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    confusion: np.ndarray | None = None
     seconds: float = 0.0
 
 
 def format_result(result: EvalResult) -> str:
     """The result for the console, a few lines: recalls and accuracy, each next to its chance level."""
     metrics = {name.removeprefix("val/"): value for name, value in result.metrics.items()}
-    lines = [f"held-out: {metrics['pairs']:,} pairs of {metrics['images']:,} images, {result.seconds:.1f} s"]
+    pairs = f"{metrics['pairs']:,} pairs of " if "pairs" in metrics else ""
+    lines = [f"held-out: {pairs}{metrics['images']:,} images, {result.seconds:.1f} s"]
     for direction, title in (("image_to_text", "image → text"), ("text_to_image", "text → image")):
+        if "pairs" not in metrics:
+            break
         recalls = [
             f"R@{k} {metrics[f'{direction}_R@{k}']:.3f} (chance {metrics[f'{direction}_R@{k}_chance']:.3f})"
             for k in RECALLS
         ]
-        lines.append(f"  {title}  {'  '.join(recalls)}  median rank {metrics[f'{direction}_median_rank']:,}")
+        median, mean = metrics[f"{direction}_median_rank"], metrics[f"{direction}_mean_rank"]
+        lines.append(f"  {title}  {'  '.join(recalls)}  rank: median {median:,}, mean {mean:,.1f}")
     if "zero_shot_top1" in metrics:
         names = {"top1": "top-1", "top5": "top-5", "mean_per_class": "mean per class"}
         accuracies = [

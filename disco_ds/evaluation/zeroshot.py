@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from open_clip.zero_shot_metadata import (
+    IMAGENET_CLASSNAMES,
+    OPENAI_IMAGENET_TEMPLATES,
+    SIMPLE_IMAGENET_TEMPLATES,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,15 +19,25 @@ from disco_ds.config import EvaluationConfig
 from disco_ds.errors import ConfigError
 from disco_ds.evaluation.retrieval import to_grid
 
+IMAGENET = "imagenet"
+"""evaluation.classes by this name are open_clip's 1,000 (where no file is called so)."""
+TEMPLATES: dict[str, Sequence[Callable[[str], str]]] = {
+    "openai": OPENAI_IMAGENET_TEMPLATES,
+    "simple": SIMPLE_IMAGENET_TEMPLATES,
+}
+"""evaluation.templates by these names are open_clip's: OpenAI's 80 for ImageNet, and the 7 best of them."""
+
 
 def load_classes(config: EvaluationConfig) -> list[str] | None:
-    """The class names of a run, in order; None where it has none.
+    """The class names of a run, in order; None where it has none. ImageNet's hold two names twice.
 
     Raises:
         ConfigError: the file cannot be read, a name is empty or given twice, or there are fewer than two.
     """
     if config.classes is None:
         return None
+    if config.classes == Path(IMAGENET) and not config.classes.exists():
+        return list(IMAGENET_CLASSNAMES)
     classes = _lines(config.classes, "evaluation.classes")
     twice = sorted({name for name in classes if classes.count(name) > 1})
     if twice:
@@ -37,6 +53,8 @@ def load_templates(config: EvaluationConfig) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, there is no template, or one lacks {}.
     """
+    if isinstance(config.templates, Path) and not config.templates.exists() and str(config.templates) in TEMPLATES:
+        return [template("{}") for template in TEMPLATES[str(config.templates)]]
     templates = _lines(config.templates, "evaluation.templates")
     for template in templates:
         if "{}" not in template:
@@ -97,8 +115,8 @@ def class_indices(labels: Sequence[str | None], classes: Sequence[str]) -> tuple
     Returns:
         the indices, and the labels that are neither (with repeats).
     """
-    exact = {name: number for number, name in enumerate(classes)}
-    folded = {name.strip().casefold(): number for name, number in reversed(exact.items())}
+    exact = {name: number for number, name in reversed(list(enumerate(classes)))}  # of equal names the first
+    folded = {name.strip().casefold(): number for name, number in exact.items()}
     indices, unknown = [], []
     for label in labels:
         text = (label or "").strip()
@@ -111,28 +129,68 @@ def class_indices(labels: Sequence[str | None], classes: Sequence[str]) -> tuple
     return indices, unknown
 
 
-def class_hits(image_features: Tensor, weights: Tensor, labels: Tensor, *, block: int = 4096) -> Tensor:
-    """Per class the number of its samples, of those ranked first, and of those in the first five: (C, 3) int64.
+def name_twins(classes: Sequence[str]) -> Tensor:
+    """(C,) int64: for each class the first of the same name, itself where it has none (ImageNet has two "missile")."""
+    first: dict[str, int] = {}
+    return torch.tensor([first.setdefault(name, number) for number, name in enumerate(classes)])
 
-    Sums of these over ranks are exact, and :func:`zero_shot_metrics` turns them into accuracies. Ties count against the
-    model, as in retrieval.
+
+def class_ranks(
+    image_features: Tensor, weights: Tensor, labels: Tensor, *, twins: Tensor | None = None, block: int = 4096
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How many classes are ranked before the right one, and which is ranked first.
+
+    Ties count against the model, as in retrieval. Classes of one name have one prompt and cannot be told apart; the
+    first of them stands before the others, as open_clip's topk has it.
 
     Args:
         image_features: (n, D).
         weights: (C, D) from :func:`zero_shot_weights`.
         labels: (n,) int64 class numbers, -1 for samples to leave out.
+        twins: (C,) from :func:`name_twins`; None: all names differ.
         block: samples at a time; memory is O(block x C).
+
+    Returns:
+        The labels of the m samples that have one, and for each of those the number of classes ahead and the class
+        ranked first: (m,) int64 each.
     """
-    hits = torch.zeros(len(weights), 3, dtype=torch.int64, device=image_features.device)
+    device = image_features.device
     known = labels >= 0
-    class_dc = to_grid(weights).double().T
     image_grid, labels = to_grid(image_features[known]), labels[known]
+    twins = torch.arange(len(weights), device=device) if twins is None else twins.to(device)
+    class_dc = to_grid(weights)[twins].double().T  # equal names get equal weights, to the last bit
+    number = torch.arange(len(weights), device=device)
+    ahead, first = labels.new_empty(len(labels)), labels.new_empty(len(labels))
     for start in range(0, len(labels), block):
         right = labels[start : start + block]
         similarity = image_grid[start : start + block].double() @ class_dc
-        ahead = (similarity >= similarity.gather(1, right[:, None])).sum(1) - 1
-        hits.index_add_(0, right, torch.stack([torch.ones_like(ahead), (ahead < 1).long(), (ahead < 5).long()], dim=1))
-    return hits
+        right_similarity = similarity.gather(1, right[:, None])
+        later_twin = (twins[None] == twins[right][:, None]) & (number[None] >= right[:, None])  # and the right one
+        similarity.masked_fill_(later_twin, -torch.inf)
+        before = (similarity >= right_similarity).sum(1)
+        ahead[start : start + block] = before
+        first[start : start + block] = torch.where(before > 0, similarity.argmax(1), right)
+    return labels, ahead, first
+
+
+def class_hits(image_features: Tensor, weights: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """Per class the number of its samples, of those ranked first, and of those in the first five: (C, 3) int64.
+
+    Sums of these over ranks are exact, and :func:`zero_shot_metrics` turns them into accuracies. The arguments are
+    those of :func:`class_ranks`.
+    """
+    return count_hits(*class_ranks(image_features, weights, labels, **options)[:2], len(weights))
+
+
+def count_hits(labels: Tensor, ahead: Tensor, classes: int) -> Tensor:
+    """(C, 3) int64 from the labels of m samples and the numbers of classes ranked before the right one."""
+    hits = torch.zeros(classes, 3, dtype=torch.int64, device=labels.device)
+    return hits.index_add_(0, labels, torch.stack([torch.ones_like(ahead), (ahead < 1).long(), (ahead < 5).long()], 1))
+
+
+def confusion_counts(labels: Tensor, first: Tensor, classes: int) -> Tensor:
+    """(C, C) int64: samples of the row's class for which the column's class was ranked first."""
+    return torch.bincount(labels * classes + first, minlength=classes * classes).view(classes, classes)
 
 
 def zero_shot_metrics(hits: Tensor) -> dict[str, float]:
