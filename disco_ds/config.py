@@ -231,6 +231,8 @@ class LoggingConfig(_Section):
     """Also write TensorBoard events into the run's folder (extra: tensorboard)."""
     wandb: str | None = None
     """Also log to this Weights & Biases project (extra: wandb; WANDB_MODE=offline works)."""
+    profile_steps: NonNegativeInt = 0
+    """Profile so many steps after the first few: a torch trace a rank, on GPUs a memory snapshot too. --profile: 3."""
 
 
 class RunConfig(_Section):

@@ -22,6 +22,7 @@ from disco_ds.evaluate import EvalResult, evaluate, format_result
 from disco_ds.model import preprocessing
 from disco_ds.optimizer import set_learning_rate
 from disco_ds.planner import live
+from disco_ds.profile import Profiler
 from disco_ds.report import write_page, write_report
 from disco_ds.reporting.records import record_memory, record_shown, record_start
 from disco_ds.setup import Run
@@ -39,9 +40,11 @@ def train(run: Run) -> None:
         record_start(run)
     window, signals = Window(run), Signals()
     skips = Skips(run.folder, run.control, config.optimizer.max_skipped, state.skipped, state.skipped_in_a_row)
+    profiler = Profiler(run, config.logging.profile_steps)
     batches = iter(run.stream)
     while state.step < run.schedule.steps:
         run.watchdog.note(f"step {state.step + 1}: waits for data")
+        window.started += profiler.step()
         batch = window.timed_next(batches)
         run.watchdog.note(f"step {state.step + 1}: trains")
         set_learning_rate(run.engine.optimizer, run.schedule(state.step))
@@ -65,6 +68,8 @@ def train(run: Run) -> None:
         if last or save_due or stopping:
             save(run, must_succeed=last or stopping)
             window.saved()
+        if stopping or last:
+            profiler.close()
         if stopping and not last:
             run.telemetry.say(f"stopped by SIGTERM at step {state.step}, saved; the same command goes on from here")
             run.telemetry.close()

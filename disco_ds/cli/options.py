@@ -97,12 +97,16 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         if section not in groups:
             groups[section] = parser.add_argument_group(section or "run")
         extra: dict[str, Any] = {}
+        names = [f"--{dotted}"]
+        if dotted == "logging.profile_steps":
+            names.append("--profile")
+            extra = {"nargs": "?", "const": "3"}
         if any(_is_list(member) for member in _members(field.annotation)):
             extra = {"nargs": "+", "action": "extend"}
         elif field.annotation is bool:
             extra = {"nargs": "?", "const": "true"}
         groups[section].add_argument(
-            f"--{dotted}", dest=dotted, default=None, metavar=_metavar(field), help=_describe(field), **extra
+            *names, dest=dotted, default=None, metavar=_metavar(field), help=_describe(field), **extra
         )
     return parser
 
