@@ -120,7 +120,7 @@ class TrainStep:
     def backward(self, images: Tensor, texts: Tensor) -> StepResult:
         """Forward, loss and backward: afterwards the engine holds the gradient of the global batch."""
         if self.accumulation == 1:
-            return self._whole(self._on_device(images), self._on_device(texts))
+            return self._whole(images, texts)
         if not self.on_host:
             images = self._on_device(images)
         return self._cached(images, self._on_device(texts))
@@ -134,7 +134,8 @@ class TrainStep:
 
     def _whole(self, images: Tensor, texts: Tensor) -> StepResult:
         with self.timer("forward"):
-            out: Features = self.engine(images, texts, **self.ahead)
+            # nothing here holds the device's copies: in bf16, autograd has no use for them once forward is over
+            out: Features = self.engine(self._on_device(images), self._on_device(texts), **self.ahead)
         with self.timer("loss"):
             loss = self.loss(out.image_features, out.text_features, out.logit_scale, out.logit_bias)
         with self.timer("backward"):

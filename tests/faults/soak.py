@@ -29,7 +29,7 @@ def main(folder: Path, steps: int) -> dict:
     make_shards(folder / "val", [21, 12], start=500)
     config = write_run(
         folder, steps=steps, checkpoint={"every_steps": steps // 20, "keep": 2}, logging={"every_steps": 5},
-        evaluation={"every_steps": steps // 8},
+        evaluation={"every_steps": steps // 8}, timeout_minutes=3,
         data={"train": str(folder / "train"), "val": str(folder / "val"), "workers": 1},
     )  # fmt: skip
     job = start(config, 2)
