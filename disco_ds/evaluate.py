@@ -172,6 +172,10 @@ def _retrieval(encoded: Encoded, ranks: Ranks, thumbnails: Thumbnails) -> tuple[
     sample_of_text, text_order = ranks.gather_rows(index[row_of_text]).sort(stable=True)
     image_grid = ranks.gather_rows(to_grid(encoded.image_features))[image_order.to(device)]
     text_grid = ranks.gather_rows(to_grid(encoded.text_features))[text_order.to(device)]
+    # equal captions are equally similar: in another batch a model may give the same words other last bits
+    wordings = ranks.gather_rows(torch.tensor(encoded.wordings, dtype=torch.int64))[text_order]
+    _, first, same = np.unique(wordings.numpy(), return_index=True, return_inverse=True)
+    text_grid = text_grid[torch.from_numpy(first[same]).to(device)]
     owner = torch.searchsorted(numbers, sample_of_text).to(device)
     share = range(*(len(numbers) * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1)))
     ahead = count_ahead(image_grid, text_grid, owner, rows=share)

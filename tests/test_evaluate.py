@@ -53,6 +53,22 @@ class TestEvaluate:
             assert [image.index for image in part.samples] == [image.index for image in whole.samples]
             assert [image.rank for image in part.samples] == [image.rank for image in whole.samples]
 
+    def test_equal_captions_are_equally_similar_in_any_batch(self, seed):
+        """A model's rounding differs from batch to batch; the same words must not beat each other by it."""
+        samples = [sample._replace(captions=["a thing"]) for sample in make_samples(13, seed)]
+        model = TinyTowers(seed).eval()
+
+        def rounding(images, texts):
+            found = model(images, texts)
+            if texts is None:
+                return found
+            return found._replace(text_features=found.text_features + 1e-6 * torch.randn(found.text_features.shape))
+
+        metrics = evaluate(
+            rounding, batched(samples, 5), tokenizer=tokenize, config=EvaluationConfig(), device="cpu"
+        ).metrics
+        assert metrics["val/image_to_text_mean_rank"] == 13
+
     def test_leaves_modes_gradients_and_random_states_alone(self):
         model = TinyTowers().train()
         model.visual.eval()  # a locked tower

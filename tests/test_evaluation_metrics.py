@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from disco_ds.config import EvaluationConfig
 from disco_ds.evaluation.retrieval import GRID, NonFiniteFeatures, retrieval_metrics, to_grid, top_texts
-from disco_ds.evaluation.zeroshot import class_hits, class_indices, zero_shot_metrics, zero_shot_weights
+from disco_ds.evaluation.zeroshot import (
+    class_hits,
+    class_indices,
+    class_ranks,
+    confusion_counts,
+    load_classes,
+    load_templates,
+    name_twins,
+    zero_shot_metrics,
+    zero_shot_weights,
+)
 from tests.towers import TinyTowers, exact_similarity, slow_ranks, slow_retrieval, tokenize
 
 
@@ -46,6 +58,19 @@ class TestRetrieval:
         theirs = train.get_clip_metrics(to_grid(image).double(), to_grid(text).double(), 1.0)
         ours = retrieval_metrics(image, text)
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, abs=1e-12)
+
+    def test_equals_the_rule_of_clip_benchmark(self, seed):
+        """recall@k by clip_benchmark's own steps (zeroshot_retrieval.py): topk, one-hot, count the positives."""
+        image, text, owner = features(seed, 60, [1 + (seed + i) % 5 for i in range(60)], 16, noise=1.5)
+        scores = to_grid(text).double() @ to_grid(image).double().T
+        positive = torch.zeros(scores.shape, dtype=torch.bool)
+        positive[torch.arange(len(owner)), owner] = True
+        found = retrieval_metrics(image, text, image_of_text=owner)
+        for k in (1, 5, 10):
+            for name, score, right in (("text_to_image", scores, positive), ("image_to_text", scores.T, positive.T)):
+                retrieved = F.one_hot(score.topk(k, dim=1)[1], num_classes=score.shape[1])
+                recall = (right[:, None, :] * retrieved).sum((1, 2)) > 0
+                assert found[f"{name}_R@{k}"] == pytest.approx(float(recall.double().mean())), (name, k)
 
     def test_block_size_dtype_order_and_duplicates_change_nothing(self, seed):
         # many equal features: a similarity with another last bit in another block would break their ties otherwise
@@ -197,3 +222,53 @@ class TestZeroShot:
         indices, unknown = class_indices(labels, classes)
         assert indices == [3, 1, 1, 0, 0, 2, 3, -1, -1, -1, -1, -1]
         assert unknown == ["4", "-1", "cow"]
+
+    def test_names_of_open_clips_classes_and_templates(self, tmp_path, monkeypatch):
+        open_clip = pytest.importorskip("open_clip")
+        monkeypatch.chdir(tmp_path)
+        config = EvaluationConfig(classes=Path("imagenet"), templates=Path("openai"))
+        classes, templates = load_classes(config), load_templates(config)
+        assert (len(classes), len(templates)) == (1000, 80)
+
+        class Model:
+            def encode_text(_, tokens, normalize):
+                return F.normalize(self.encode(tokens), dim=-1)
+
+        some = slice(100, 104)
+        theirs = open_clip.build_zero_shot_classifier(
+            Model(), tokenize, open_clip.IMAGENET_CLASSNAMES[some], open_clip.OPENAI_IMAGENET_TEMPLATES
+        )
+        ours = zero_shot_weights(self.encode, tokenize, classes[some], templates)
+        assert torch.allclose(ours, theirs.T, atol=1e-6)
+        (tmp_path / "imagenet").write_text("cat\ndog\n")  # a file of that name is the file
+        assert load_classes(config) == ["cat", "dog"]
+
+    def test_classes_of_one_name_stand_in_their_order(self):
+        classes = ["missile", "cat", "missile", "missile"]
+        image, weights = torch.eye(4)[[0, 0, 0, 1]], torch.eye(4)[[0, 1, 0, 2]]
+        labels = torch.tensor([0, 2, 3, 1])
+        known, ahead, first = class_ranks(image, weights, labels, twins=name_twins(classes))
+        assert known.tolist() == labels.tolist()
+        assert ahead.tolist() == [0, 1, 2, 0]
+        assert first.tolist() == [0, 0, 0, 1]
+        assert class_indices(["missile"], classes) == ([0], [])
+
+    @pytest.mark.parametrize("block", [3, 4096])
+    def test_confusion_equals_plain_loops(self, seed, block):
+        generator = torch.Generator().manual_seed(seed)
+        image, weights = (torch.randn(n, 6, generator=generator) for n in (40, 7))
+        labels = torch.randint(-1, 7, (40,), generator=generator)
+        known, ahead, first = class_ranks(image, weights, labels, block=block)
+        found = confusion_counts(known, first, 7)
+        expected = torch.zeros(7, 7, dtype=torch.int64)
+        for row, label in zip(exact_similarity(image, weights), labels.tolist(), strict=True):
+            if label >= 0:
+                expected[label, row.index(max(row))] += 1
+        assert torch.equal(found, expected)
+        assert int(found.trace()) == int((ahead == 0).sum())
+
+    def test_a_tie_is_counted_for_the_wrong_class(self):
+        vector = torch.rand(1, 5) + 0.1
+        known, ahead, first = class_ranks(vector.repeat(6, 1), vector.repeat(3, 1), torch.arange(6) % 3)
+        assert ahead.tolist() == [2] * 6
+        assert all(right != chosen for right, chosen in zip(known.tolist(), first.tolist(), strict=True))

@@ -90,11 +90,16 @@ class Encoded:
     keys: list[str] = field(default_factory=list)
     labels: list[str | None] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
+    wordings: list[int] = field(default_factory=list)
+    """For each text a hash of its tokens: texts with the same tokens are one text."""
 
-    def add(self, batch: HeldoutBatch, texts: bool = True) -> None:
-        """Note whose features the next rows are."""
+    def add(self, batch: HeldoutBatch, tokens: Tensor) -> None:
+        """Note whose features the next rows are; without ``tokens`` no texts were encoded."""
         for row, captions in enumerate(batch.captions, start=len(self.index)):
-            self.row_of_text += [row] * len(captions) * texts
+            self.row_of_text += [row] * len(captions) if len(tokens) else []
+        for row in tokens.numpy():
+            digest = hashlib.blake2b(row.tobytes(), digest_size=8).digest()
+            self.wordings.append(int.from_bytes(digest, "big", signed=True))
         self.index += [int(number) for number in batch.index]
         self.faults.update(batch.faults)
         self.captions += batch.captions
@@ -114,6 +119,7 @@ class Encoded:
             [self.keys[row] for row in rows],
             [self.labels[row] for row in rows],
             self.faults,
+            [self.wordings[text] for text in texts],
         )
 
 
@@ -172,8 +178,8 @@ def encode_all(
                 part = tokens[number * chunk : (number + 1) * chunk]
             dummy = torch.zeros(1, context, dtype=torch.int64) if len(part) == 0 else part
             text_parts.append(engine(None, dummy.to(ranks.compute)).text_features[: len(part)].detach())
-        if batch is not None:
-            encoded.add(batch, texts)
+        if batch is not None and tokens is not None:
+            encoded.add(batch, tokens)
             for index, image in zip(batch.index, batch.images, strict=True):
                 thumbnails.offer(int(index), image)
     if not image_parts:
