@@ -60,7 +60,7 @@ def _report(arguments: argparse.Namespace) -> None:
     write_whole(out, page.encode("utf-8"), "--out")
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
     if arguments.png is not None:
-        files = pictures(charts)
+        files = pictures(runs, charts)
         for name, content in files.items():
             write_whole(arguments.png / name, content, "--png")
         print(f"{len(files)} pictures in {arguments.png}")

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import base64
+import io
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from disco_ds.evaluation.result import RankedImage
+import numpy as np
+from PIL import Image
+
 from disco_ds.reporting.curves import FAINT, GREEN, INK
 from disco_ds.reporting.words import Measure, fit, measurer, printable
+
+if TYPE_CHECKING:  # the evaluation brings torch, which disco-report does without
+    from disco_ds.evaluation.result import RankedImage
 
 COLUMNS = 3
 _IMAGE, _GAP = 1.3, 0.2  # inches
@@ -22,6 +30,32 @@ class _Entry(NamedTuple):
     similarity: str
     lines: list[str]
     right: bool
+
+
+def draw_kept(images: list[dict[str, Any]]) -> Any:
+    """A figure of the images that a run has kept in its folder (:mod:`disco_ds.reporting.records`).
+
+    Raises:
+        OSError: an image cannot be read.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    samples: Any = [
+        SimpleNamespace(
+            pixels=np.asarray(Image.open(io.BytesIO(base64.b64decode(image["src"].partition(",")[2]))).convert("RGB")),
+            captions=[str(text) for text in image["captions"]] or [""],
+            rank=image["rank"],
+            top=[SimpleNamespace(**{**caption, "text": str(caption["text"])}) for caption in image["top"]],
+        )
+        for image in images
+    ]
+    figure = Figure(figsize=(16, 1), dpi=100, facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = Grid(figure, samples, left=0.3, right=0.3)
+    figure.set_figheight(grid.height + 0.4)
+    grid.draw(figure, 0.3)
+    return figure
 
 
 class Grid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import re
 import time
@@ -12,6 +13,7 @@ from typing import Any
 from disco_ds import __version__
 from disco_ds.reporting import bars, charts, tables
 from disco_ds.reporting.charts import Chart
+from disco_ds.reporting.grid import draw_kept
 from disco_ds.reporting.run_folder import RunFolder
 from disco_ds.reporting.style import DARK, chart_settings, inline_svg, png_bytes, variable
 from disco_ds.reporting.tables import Table
@@ -180,7 +182,14 @@ def render(runs: Sequence[RunFolder]) -> tuple[str, list[Chart]]:
     return page.encode("utf-8", "replace").decode("utf-8"), figures
 
 
-def pictures(figures: Sequence[Chart]) -> dict[str, bytes]:
-    """The charts as PNG files, by file name."""
+def pictures(runs: Sequence[RunFolder], figures: Sequence[Chart]) -> dict[str, bytes]:
+    """The charts and the held-out images as PNG files, by file name."""
     with chart_settings():
-        return {f"{chart.name}.png": png_bytes(chart.figure) for chart in figures}
+        files = {f"{chart.name}.png": png_bytes(chart.figure) for chart in figures}
+        for run in runs:
+            shown = tables.shown_images(run)
+            if shown:
+                name = "heldout" if len(runs) == 1 else "heldout-" + re.sub(r"[^\w.-]+", "-", run.label)
+                with contextlib.suppress(OSError, ValueError):  # an image in the file that is none
+                    files[f"{name}.png"] = png_bytes(draw_kept(shown["images"]))
+    return files

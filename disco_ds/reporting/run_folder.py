@@ -158,6 +158,8 @@ def _read(path: Path, label: str) -> RunFolder:
     run.config = _mapping(run, "config.yaml")
     run.metrics, run.evals = _lines(run, "metrics.jsonl"), _lines(run, "eval.jsonl")
     run.starts = _lines(run, STARTS_FILE)
+    if not run.config and run.starts and isinstance(run.starts[-1].get("config"), dict):
+        run.config = run.starts[-1]["config"]
     # steps that a resumed run has made again are in the file twice
     run.skipped = list({line["step"]: line for line in _lines(run, "skipped.jsonl")}.values())
     run.memory, run.shown, run.result = (_mapping(run, name) for name in (MEMORY_FILE, SHOWN_FILE, "result.json"))

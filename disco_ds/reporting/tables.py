@@ -101,7 +101,7 @@ def seconds_of_steps(run: RunFolder) -> float:
     """Time in training steps, from the mean step of each logged window."""
     steps, seconds = run.series("step_s")
     before = [0, *steps[:-1]]
-    each = [(step - last) * time_s for step, last, time_s in zip(steps, before, seconds, strict=True)]
+    each = [(step - last) * time_s for step, last, time_s in zip(steps, before, seconds, strict=False)]
     return sum(value for value in each if math.isfinite(value))
 
 
@@ -206,11 +206,8 @@ def skipped_steps(run: RunFolder) -> Table | None:
     rows = []
     for line in run.skipped[-_ROWS:]:
         by_rank = line.get("samples")
-        found = [
-            f"{key} (rank {rank})"
-            for rank, keys in (by_rank.items() if isinstance(by_rank, dict) else ())
-            for key in keys
-        ]
+        ranks = by_rank.items() if isinstance(by_rank, dict) else ()
+        found = [f"{key} (rank {rank})" for rank, keys in ranks if isinstance(keys, list) for key in keys]
         words = ", ".join(found[:6]) + (f" and {len(found) - 6:,} more" if len(found) > 6 else "")
         rows.append([f"{line['step']:,}", words or "all features finite, the gradient not"])
     earlier = len(run.skipped) - len(rows)
