@@ -1,5 +1,6 @@
 # make train   set up .venv, build the embedded data set, train on it with DeepSpeed ZeRO-2
 # make test    the same set-up with the test extras, then the whole test suite
+# make browser Chromium from the system's packages, where there is none, for the tests that open a report
 # make lint    ruff (rules and formatting) and mypy
 # ARGS goes to launch/train.py or pytest: make train ARGS="--optimizer.lr 5e-4"; make test ARGS="-k stream"
 
@@ -16,7 +17,7 @@ else
 LAUNCH := $(BIN)/deepspeed -q
 endif
 
-.PHONY: train test lint format clean
+.PHONY: train test browser lint format clean
 
 train: .venv/installed-demo
 	@run=demo; n=2; while [ -f runs/$$run/result.json ]; do run=demo-$$n; n=$$((n + 1)); done; \
@@ -24,6 +25,14 @@ train: .venv/installed-demo
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+# only where it can be had without asking: elsewhere those tests are skipped, and say why
+browser:
+	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null \
+	  || { command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] \
+	    && { apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 \
+	      || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null; }; } 2>&1; } \
+	  || echo "no Chromium: tests/test_report_browser.py will be skipped"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

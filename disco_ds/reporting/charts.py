@@ -15,7 +15,7 @@ import numpy as np
 
 from disco_ds.reporting.curves import smoothed
 from disco_ds.reporting.run_folder import RunFolder, number
-from disco_ds.reporting.style import FAINT, GIB, RUN_COLOURS, SHADES, dress, elide, legend, new_figure
+from disco_ds.reporting.style import FAINT, GIB, RUN_COLOURS, SHADES, dress, elide, legend, new_figure, short
 
 _POINTS = 400  # a curve has two of them for each pixel of a phone
 SMOOTH_FROM = 20
@@ -36,7 +36,7 @@ class Across:
     """What the horizontal axis counts: steps, or pairs where the runs' batches differ and steps do not compare."""
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
-        batches = [run.global_batch for run in runs]
+        batches = [run.global_batch for run in runs if run.metrics or run.evals]
         self.pairs = len(set(batches)) > 1 and None not in batches
         self.label = "pairs seen" if self.pairs else "step"
 
@@ -92,17 +92,29 @@ def loss(runs: Sequence[RunFolder]) -> Chart | None:
 
 
 def _curve(
-    runs: Sequence[RunFolder], metric: str, title: str, label: str, *, scale: float = 1, digits: str = ".3g"
+    runs: Sequence[RunFolder],
+    metric: str,
+    title: str,
+    label: str,
+    *,
+    scale: float = 1,
+    digits: str = ".3g",
+    smooth: bool = False,
 ) -> Chart | None:
-    """One metric over steps."""
+    """One metric over steps; ``smooth`` draws it as the loss, faint as logged and smoothed."""
     across, entries = Across(runs), []
     figure, axes = new_figure()
     for run, colour in _coloured(runs, metric):
         steps, values = run.series(metric)
         x, y = across(run, steps), np.asarray(values) * scale
+        if smooth and len(steps) >= SMOOTH_FROM:
+            axes.plot(*thinned(x, y), color=colour, alpha=0.3, lw=0.8)
+            y = np.asarray(smoothed(y.tolist()))
         axes.plot(*thinned(x, y), color=colour, lw=1.6, marker="o" if len(steps) == 1 else "")
         last = y[np.isfinite(y)][-1:]
-        entries.append((f"{prefix(run, runs)}last {format(last[0], digits) if len(last) else '–'}", {"color": colour}))
+        word = "smoothed" if smooth and len(steps) >= SMOOTH_FROM else "last"
+        shown = (format(last[0], digits) if digits else short(last[0])) if len(last) else "–"
+        entries.append((f"{prefix(run, runs)}{word} {shown}", {"color": colour}))
     if not entries:
         return None
     _mark_resumes(axes, runs)
@@ -113,7 +125,7 @@ def _curve(
 
 def learning_rate(runs: Sequence[RunFolder]) -> Chart | None:
     """Learning rate over steps."""
-    chart = _curve(runs, "lr", "Learning rate", "learning rate", digits=".2e")
+    chart = _curve(runs, "lr", "Learning rate", "learning rate", digits="")
     if chart is not None:
         chart.figure.axes[0].set_ylim(bottom=0)
     return chart
@@ -126,7 +138,7 @@ def logit_scale(runs: Sequence[RunFolder]) -> Chart | None:
 
 def gradient_norm(runs: Sequence[RunFolder]) -> Chart | None:
     """Gradient norm before clipping; on a logarithmic axis where it spans orders of magnitude."""
-    chart = _curve(runs, "grad_norm", "Gradient norm", "2-norm, before clipping")
+    chart = _curve(runs, "grad_norm", "Gradient norm", "2-norm, before clipping", smooth=True)
     if chart is None:
         return None
     axes = chart.figure.axes[0]
@@ -150,7 +162,7 @@ def gradient_norm(runs: Sequence[RunFolder]) -> Chart | None:
 
 def throughput(runs: Sequence[RunFolder]) -> Chart | None:
     """Pairs a second over all ranks."""
-    chart = _curve(runs, "samples_per_s", "Throughput", "pairs / s, all ranks", digits=",.0f")
+    chart = _curve(runs, "samples_per_s", "Throughput", "pairs / s, all ranks", digits=",.0f", smooth=True)
     if chart is not None:
         chart.figure.axes[0].set_ylim(bottom=0)
     return chart
