@@ -306,3 +306,27 @@ class TestParts:
         assert (tmp_path / "a" / "loss.png").read_bytes() == (tmp_path / "b" / "loss.png").read_bytes()
         with chart_settings():
             assert mpl.rcParams["font.size"] == 10
+
+
+def test_the_comparison_of_memory_as_a_run_writes_it(tmp_path, capsys):
+    from types import SimpleNamespace
+
+    from disco_ds.planner.coefficients import shipped
+    from disco_ds.planner.live import Measured
+    from disco_ds.planner.memory import Setup, predict
+    from disco_ds.reporting.bars import memory_parts
+    from disco_ds.reporting.records import record_memory
+
+    prediction = predict(shipped("ViT-B-32"), Setup(gpus=8, zero=2, runtime_bytes=1 << 30, fragmentation=1.1), 256)
+    planned = prediction.peak_bytes - (1 << 30) - prediction.peak.bytes["fragmentation"]
+    measured = Measured(int(planned * 1.08), int(planned * 1.2), {"parameters": 303 << 20, "optimizer": 1 << 28})
+    run = make_run(tmp_path / "run")
+    (run / "memory.json").unlink()
+    record_memory(SimpleNamespace(folder=run, state=SimpleNamespace(step=3)), prediction, measured)
+    parts = memory_parts(read_runs([run])[0])
+    assert sum(parts["planned"].values()) == prediction.peak_bytes - (1 << 30)
+    assert sum(parts["measured"].values()) == measured.reserved
+    report(capsys, run)
+    text = page_of(run / "report.html").text
+    assert "allocated memory is +8.0% from the plan" in text
+    assert "memory: 8.0% more allocated than planned" in text

@@ -40,11 +40,14 @@ class RunFolder:
     result: dict[str, Any] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
     """Names of files that are there and could not be read."""
+    _series: dict[tuple[str, bool], tuple[list[int], list[float]]] = field(default_factory=dict, repr=False)
 
     def series(self, name: str, *, of_evals: bool = False) -> tuple[list[int], list[float]]:
         """Steps and values of a metric; what is no finite number is NaN, which leaves a gap in a curve."""
-        lines = [line for line in (self.evals if of_evals else self.metrics) if name in line]
-        return [line["step"] for line in lines], [number(line[name]) for line in lines]
+        if (name, of_evals) not in self._series:  # a long run has hundreds of thousands of lines
+            lines = [line for line in (self.evals if of_evals else self.metrics) if name in line]
+            self._series[name, of_evals] = [line["step"] for line in lines], [number(line[name]) for line in lines]
+        return self._series[name, of_evals]
 
     def last(self, name: str, *, of_evals: bool = False) -> float | None:
         """The newest finite value of a metric."""

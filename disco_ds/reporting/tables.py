@@ -86,7 +86,7 @@ def warnings(run: RunFolder) -> list[str]:
         found.append(f"the last logged loss (step {run.metrics[-1]['step']:,}) is not finite")
     error = memory_error(run)
     if error is not None and abs(error) > 0.05:
-        found.append(f"memory was {error:+.1%} of the plan away from it")
+        found.append(f"memory: {abs(error):.1%} {'more' if error > 0 else 'less'} allocated than planned")
     seen, faulty = run.last("samples_seen") or 0, run.faults().total()
     if faulty > 0.01 * seen:
         found.append(f"{_count(faulty, 'data fault')} for {seen:,.0f} pairs seen")
