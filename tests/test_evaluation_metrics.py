@@ -23,6 +23,7 @@ from disco_ds.evaluation.zeroshot import (
     zero_shot_metrics,
     zero_shot_weights,
 )
+from tests.live_bytes import LiveBytes
 from tests.towers import TinyTowers, exact_similarity, slow_ranks, slow_retrieval, tokenize
 
 
@@ -83,6 +84,17 @@ class TestRetrieval:
         assert retrieval_metrics(image.double() * 3, text.double(), image_of_text=owner) == whole
         shuffled = torch.randperm(40)
         assert retrieval_metrics(image[shuffled], text, image_of_text=shuffled.argsort()[owner]) == whole
+
+    def test_memory_is_a_block_of_rows(self):
+        """Never images x texts: with twice as many of both the peak is twice, not four times."""
+        peaks, block, dim = [], 16, 8
+        for count in (2000, 4000):
+            image, text = torch.randn(count, dim), torch.randn(count, dim)
+            with LiveBytes() as live:
+                retrieval_metrics(image, text, block=block)
+            peaks.append(live.peak)
+            assert live.peak < 2 * block * count * 8 + 16 * count * dim * 8
+        assert peaks[1] < 2.1 * peaks[0]
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision_features_are_ranked_as_they_are(self, seed, dtype):

@@ -69,7 +69,7 @@ def _parser() -> Parser:
     add("--no-retrieval", action="store_true", help="zero-shot only; images need no captions")
     add("--confusion", type=Path, metavar="FILE.png", help="picture: which class is ranked first for which")
     add("--batch", metavar="N", help="encoded at a time on each rank (default: 256)")
-    add("--workers", metavar="N", help="loader processes of each rank (default: 4)")
+    add("--workers", metavar="N", help="loader processes of each rank (default: 4 at most)")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     add("--json", action="store_true", help="one JSON object, for scripts (docs/evaluation.md)")
     for name, field in leaf_fields():
@@ -127,11 +127,15 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, chosen: Chosen, folder: ClassFolder | None) -> RunConfig:
     """The data and evaluation sections to go by: the run's own, with the options on top."""
+    from disco_ds.data.pool import cores
+
     given = vars(arguments)
     words = ["--config", str(chosen.run_file)] if chosen.run_file is not None else ["--steps", "1"]
     words += [] if chosen.run_file is not None else ["--data.train", "none"]
     fields = {name: given[short] for short, name in SHORT.items()}
     fields.update({name: value for name, value in given.items() if name.startswith("data.") and value is not None})
+    if fields.get("data.workers") is None and chosen.run_file is None:
+        fields["data.workers"] = min(4, max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if arguments.no_retrieval and fields.get("data.caption_key") is None:
         fields["data.caption_key"] = "cls"  # samples without one are dropped, and a label will do
     for name, value in fields.items():

@@ -104,8 +104,10 @@ def read_folder(
         workers: loader processes.
     """
     share = _Share(folder, transform, pictures, range(rank, len(folder.images), world_size))
-    options = {**loader_options(), "persistent_workers": False} if workers else {}
-    loader = DataLoader(share, batch_size=batch, num_workers=workers, collate_fn=list, **options)
+    options: dict[str, Any] = {"batch_size": batch, "num_workers": workers, "collate_fn": list}
+    if workers:
+        options = {**loader_options(), "persistent_workers": False, **options}
+    loader = DataLoader(share, **options)
     named, faults = 0, Counter[str]()
     for rows in loader:
         good = [(number, image) for number, image, _, _ in rows if image is not None]

@@ -36,7 +36,7 @@ def load_classes(config: EvaluationConfig) -> list[str] | None:
     """
     if config.classes is None:
         return None
-    if config.classes == Path(IMAGENET) and not config.classes.exists():
+    if config.classes == Path(IMAGENET) and not Path(IMAGENET).is_file():
         return list(IMAGENET_CLASSNAMES)
     classes = _lines(config.classes, "evaluation.classes")
     twice = sorted({name for name in classes if classes.count(name) > 1})
@@ -53,7 +53,7 @@ def load_templates(config: EvaluationConfig) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, there is no template, or one lacks {}.
     """
-    if isinstance(config.templates, Path) and not config.templates.exists() and str(config.templates) in TEMPLATES:
+    if isinstance(config.templates, Path) and not config.templates.is_file() and str(config.templates) in TEMPLATES:
         return [template("{}") for template in TEMPLATES[str(config.templates)]]
     templates = _lines(config.templates, "evaluation.templates")
     for template in templates:
