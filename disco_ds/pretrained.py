@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,10 @@ from open_clip.pretrained import download_pretrained, download_pretrained_from_h
 from torch import Tensor
 
 from disco_ds.config import ModelConfig
-from disco_ds.errors import ConfigError
+from disco_ds.errors import CheckpointError, ConfigError
 from disco_ds.saved_model import SavedModel, find_saved, holds_checkpoints
+
+log = logging.getLogger("disco_ds")
 
 LOCAL, HUB = "local-dir:", "hf-hub:"
 OPEN_CLIP_CONFIG = "open_clip_config.json"
@@ -63,6 +66,11 @@ def find_source(config: ModelConfig) -> Source | None:
     tag = get_pretrained_cfg(name, named) if config.config is None else {}
     if tag:
         label = f"{named} of {name}"
+        if tag.get("quick_gelu", False) != (open_clip.get_model_config(name) or {}).get("quick_gelu", False):
+            log.warning(
+                "model.pretrained: %s was trained with quick_gelu %s, %s has the other activation; the -quickgelu twin "
+                "of the model is what fits", label, tag.get("quick_gelu", False), name,
+            )  # fmt: skip
         return Source(label, lambda: _read_file(_downloaded(lambda: download_pretrained(tag), label)), tag)
     path = Path(named).expanduser()
     if holds_checkpoints(path):
@@ -88,7 +96,8 @@ def known_preprocess(config: ModelConfig) -> dict[str, Any]:
     """The preprocessing that belongs to a model, though its initial weights may have gone since: {} if unknown."""
     try:
         source = find_source(config)
-    except (ConfigError, RuntimeError):  # CheckpointError is one
+    except (ConfigError, CheckpointError) as error:
+        log.warning("the preprocessing of %s is not known, open_clip's own is assumed: %s", config.pretrained, error)
         return {}
     return source.preprocess if source is not None else {}
 

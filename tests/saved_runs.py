@@ -12,7 +12,7 @@ from tests.engines import BATCH, build, own_rows
 from tests.tiny import TINY, TINY_RESNET, TINY_TIMM, TINY_VOCAB, tiny_batch
 
 _TEXT = {"text_cfg": TINY_VOCAB["text_cfg"]}
-SIGMOID = {**TINY_VOCAB, "init_logit_bias": -10.0, "init_logit_scale": 2.3}
+SIGMOID = {**TINY_VOCAB, "custom_text": True, "init_logit_bias": -10.0, "init_logit_scale": 2.3}
 RUNS = {
     "zero0": {"stage": 0},
     "zero2": {"stage": 2},

@@ -169,6 +169,30 @@ def test_weights_of_another_model_are_named(saved, tmp_path, capsys):
     assert not (run_folder / "export").exists()
 
 
+def test_a_tokenizer_that_cannot_be_had_is_told(saved, tmp_path, capsys, monkeypatch):
+    """open_clip looks for a hub's tokenizer in the folder itself; weights are worth having without it."""
+    run_folder = shutil.copytree(saved[0] / "zero2-words", tmp_path / "run")
+    manifest = run_folder / "checkpoints" / STEP / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["model"]["config"]["text_cfg"]["hf_tokenizer_name"] = "someone/something"
+    manifest.write_text(json.dumps(content))
+
+    class Tokenizer:
+        def __init__(self, name, **_):
+            if name == "someone/something":
+                raise OSError("no network")
+
+    monkeypatch.setattr(open_clip.factory, "HFTokenizer", Tokenizer)
+    code, said = run(capsys, run_folder, "--to", "hf")
+    assert code == 0
+    assert "note: the tokenizer someone/something is not in the folder" in said
+    monkeypatch.setattr(Tokenizer, "__init__", lambda self, name, **_: None)
+    written = []
+    monkeypatch.setattr(Tokenizer, "save_pretrained", written.append, raising=False)
+    assert "note" not in run(capsys, run_folder, "--to", "hf", "--force")[1]
+    assert len(written) == 1
+
+
 def test_help_fits_a_screen(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -69,7 +69,7 @@ def test_files_of_every_kind(tmp_path, weights):
         assert model.logit_scale.shape == (1,)
 
 
-def test_a_tag_is_downloaded_by_open_clips_own_means(monkeypatch, weights):
+def test_a_tag_is_downloaded_by_open_clips_own_means(monkeypatch, weights, caplog):
     asked = []
     monkeypatch.setattr(pretrained, "get_pretrained_cfg", lambda model, tag: {"mean": (0.1, 0.2, 0.3), "url": tag})
     monkeypatch.setattr(pretrained, "download_pretrained", lambda config: asked.append(config["url"]) or str(weights))
@@ -78,6 +78,10 @@ def test_a_tag_is_downloaded_by_open_clips_own_means(monkeypatch, weights):
     assert asked == ["some_tag"]
     assert tuple(preprocessing(model)["mean"]) == (0.1, 0.2, 0.3)
     same(model, reference(TINY_VOCAB))
+    assert not caplog.records
+    monkeypatch.setattr(pretrained, "get_pretrained_cfg", lambda model, tag: {"url": tag, "quick_gelu": True})
+    build_model(ModelConfig(name="tagged", pretrained="some_tag"), seed=0)
+    assert "trained with quick_gelu True, tagged has the other" in caplog.text
 
     def offline(config):
         raise OSError("no route to host")
@@ -112,7 +116,7 @@ def test_runs_and_what_was_exported_of_them(saved, tmp_path, case):
         torch.testing.assert_close(model(probe()[0]).image_features, torch.from_numpy(features[0]), rtol=0, atol=1e-5)
 
 
-def test_preprocessing_goes_from_run_to_run(saved, tmp_path):
+def test_preprocessing_goes_from_run_to_run(saved, tmp_path, caplog):
     folder, _ = saved
     out = export(find_saved(folder / "zero2-words"), "hf", tmp_path / "first").path
     content = json.loads((out / "open_clip_config.json").read_text())
@@ -128,6 +132,10 @@ def test_preprocessing_goes_from_run_to_run(saved, tmp_path):
     _, _, transform = open_clip.create_model_and_transforms(f"local-dir:{again}")
     assert transform.transforms[-1].mean == SIGLIP_LIKE["mean"]
     assert any("prepared with" in note for note in export(find_saved(run), "open_clip", tmp_path / "third.pt").notes)
+    assert not caplog.records
+    shutil.rmtree(out)
+    export(find_saved(run), "open_clip", tmp_path / "fourth.pt")
+    assert f"the preprocessing of {out} is not known" in caplog.text
 
 
 @pytest.mark.parametrize("layout", ["clip", "custom_text"])
