@@ -11,6 +11,8 @@ KEEP_BUDGET_BYTES = 256 * 2**20
 # A tile on CPU: large enough that its matrix products, and not the calls around them, take the time.
 CPU_TILE_ROWS = 2048
 CPU_TILE_ELEMENTS = 2**20
+# Tiles side by side whose products are summed apart from the rest.
+COLUMN_STEPS_APART = 16
 # Rows that are worked on in float64 at a time.
 PIECE_ROWS = 256
 # On an accelerator a tile has all rows of the rank; its columns are what fits these bytes.
@@ -93,7 +95,7 @@ def _tiled_bytes(b: int, B: int, D: int, tile: int, item: int, keep: bool, kind:
     # Alive through both passes: gathered features, own ones where they had to be cast; then the logits of either pass.
     base = item * B * D + (features if cast and not native else 0)
     logits = wide * b * B if keep else one_tile
-    products = gathered + features
+    products = gathered + (2 if steps[0] > COLUMN_STEPS_APART else 1) * features
     # One tile's columns where they have to be cast; of the last tile, they are still there after the loop.
     columns, last_columns = (wide * D * n if cast and not native else 0 for n in (tile, B - (steps[0] - 1) * tile))
     product = one_tile if device == "cpu" and wide == 4 else 0  # oneDNN's product of a tile, before it is scaled

@@ -6,6 +6,10 @@
 
 H is summed from the columns less their mean c, with the row sums of G beside it: where features share a direction, the
 sums along it cancel, and in float32 what cancels leaves its rounding behind.
+
+Nor is H one long sum: beside what has come together over hundreds of tiles, the small terms of the next one round to
+nothing, always downwards, and the gradient of the scale, which is what is left of large terms, feels it (5e-6 at
+B = 196,608). So a few columns of tiles are summed apart, and added in one.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from disco_ds.loss_memory import COLUMN_STEPS_APART
 from disco_ds.loss_tiles import LogitTiles, Tile, mm_16_bit
 
 # Off-diagonal G lies in [0, 2] and, near convergence, far below where float16 starts: a power of two moves it up.
@@ -36,6 +41,7 @@ class GradientProducts:
         if need_H:
             self.H = tiles.other.new_zeros((b, D), dtype=tiles.dtype)
             self._row_sums = tiles.other.new_zeros(b, dtype=torch.float64)
+            self._part = torch.zeros_like(self.H) if tiles.column_steps > COLUMN_STEPS_APART else self.H
         if need_W:
             # The first tile of each column writes W. A rank without rows has no tiles.
             self.W = (torch.empty if b else torch.zeros)((B, D), dtype=tiles.dtype, device=tiles.other.device)
@@ -44,11 +50,22 @@ class GradientProducts:
         """Add the gradient of a tile, (rows, columns); G is overwritten."""
         if self.H is not None and self.tiles.center is not None:
             self._row_sums[tile.rows] += G.sum(1)
+        self._add_products(tile, G)
+        if self.H is not None and tile.row_step == self.tiles.row_steps - 1:
+            self._join((tile.column_step + 1) % COLUMN_STEPS_APART == 0)
+
+    def _join(self, due: bool) -> None:
+        """Add what was summed apart to H."""
+        if due and self.H is not None and self._part is not self.H:
+            self.H += self._part
+            self._part.zero_()
+
+    def _add_products(self, tile: Tile, G: Tensor) -> None:
         if self.tiles.native:
             self._add_16_bit(tile, G)
             return
         if self.H is not None:
-            self.H[tile.rows].addmm_(G, self.tiles.columns(tile))
+            self._part[tile.rows].addmm_(G, self.tiles.columns(tile))
         if self.W is not None:
             beta = float(tile.row_step > 0)
             self.W[tile.columns].addmm_(G.T, self.tiles.own[tile.rows], beta=beta, alpha=self.alpha)
@@ -56,7 +73,7 @@ class GradientProducts:
     def _add_16_bit(self, tile: Tile, G: Tensor) -> None:
         G = G.mul_(_LIFT).to(self.tiles.own.dtype)
         if self.H is not None:
-            self.H[tile.rows].add_(mm_16_bit(G, self.tiles.columns(tile)), alpha=1 / _LIFT)
+            self._part[tile.rows].add_(mm_16_bit(G, self.tiles.columns(tile)), alpha=1 / _LIFT)
         if self.W is not None:
             product = mm_16_bit(G.T, self.tiles.own[tile.rows]).mul_(self.alpha / _LIFT)
             if tile.row_step > 0:
@@ -98,6 +115,8 @@ class GradientProducts:
         from the cosines without changing the sum over ranks, and their common part does not blur it.
         """
         assert self.H is not None
+        self._join(True)
+        self._part = self.H
         inner = self._row_sums.new_zeros(())
         for piece in self.tiles.pieces():
             inner += (self.tiles.own[piece] * self.H[piece]).sum(1).sum(dtype=torch.float64)

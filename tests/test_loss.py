@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from disco_ds import loss_passes, loss_tiles
+from disco_ds import loss_passes, loss_products, loss_tiles
 from disco_ds.loss import ContrastiveLoss, build_loss, contrastive_loss, gather_ahead
 from disco_ds.loss_clip import ClipLoss
 from disco_ds.loss_memory import KEEP_BUDGET_BYTES, default_tile, keeps_logits, loss_bytes
@@ -70,6 +70,20 @@ def test_wide_and_narrow_tiles_are_both_met(monkeypatch):
     contrastive_loss(image, text, scale, tile=40)
     assert met[0][0] > 0
     assert met[2] == (0, 4)
+
+
+def test_small_terms_are_not_lost_beside_large_sums(monkeypatch):
+    """The gradient of the scale is what is left of sums over all columns, in which small terms round to nothing."""
+    seed, errors = fresh_seed(), []
+    image, text = make_features(5000, 16, "trained", seed)
+    expected = streamed_reference(image, text, 100.0, torch.arange(1))["scale"]
+    for steps in (10**9, loss_products.COLUMN_STEPS_APART):
+        monkeypatch.setattr(loss_products, "COLUMN_STEPS_APART", steps)
+        scale = torch.tensor(100.0, requires_grad=True)
+        contrastive_loss(image.clone().requires_grad_(), text, scale, keep_logits=False, tile=32).backward()
+        errors.append(abs(scale.grad.item() / expected.item() - 1))
+    assert errors[1] < 0.7 * errors[0], f"{errors}, seed {seed}"
+    assert errors[1] < 5e-7, f"{errors}, seed {seed}"
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 5000.0, -20.0])
