@@ -135,7 +135,7 @@ def run(ranks: int, b: int, dim: int, features: str, seed: int, checked: int, th
         "scale_gradient": expected["scale"].item(),
         "scale_gradient_error": relative_error(mean([x[3] for x in done]), expected["scale"]),
         # its terms cancel: the same error beside the loss, as the tests take it
-        "scale_gradient_error_beside_loss": abs(mean([x[3] for x in done]) - expected["scale"].item()).item()
+        "scale_error_beside_loss": abs(mean([x[3] for x in done]) - expected["scale"].item()).item()
         / (0.05 * expected["loss"].item()),
         "loss_s": loss_s,
         "reference_s": time.perf_counter() - started,
