@@ -17,6 +17,7 @@ from tests.report_runs import make_run, shown, start
 pytest.importorskip("matplotlib")
 
 from disco_ds.cli.report import main
+from disco_ds.jsonlines import read_lines
 from disco_ds.reporting.charts import thinned
 from disco_ds.reporting.differences import differences, flat
 from disco_ds.reporting.run_folder import number, read_runs
@@ -306,6 +307,17 @@ class TestParts:
         assert (tmp_path / "a" / "loss.png").read_bytes() == (tmp_path / "b" / "loss.png").read_bytes()
         with chart_settings():
             assert mpl.rcParams["font.size"] == 10
+
+
+def test_a_start_that_a_kill_has_torn_does_not_take_the_next_one_with_it(tmp_path):
+    from disco_ds.reporting.records import _append_line
+
+    path = tmp_path / "starts.jsonl"
+    for line in ('{"step": 0}', '{"step": 5}'):
+        _append_line(path, line)
+    path.write_bytes(path.read_bytes() + b'{"step": 9, "con')
+    _append_line(path, '{"step": 8}')
+    assert [each["step"] for each in read_lines(path)] == [0, 5, 8]
 
 
 def test_the_comparison_of_memory_as_a_run_writes_it(tmp_path, capsys):

@@ -52,8 +52,8 @@ def record_start(run: Run) -> None:
         "config": run.config.model_dump(mode="json"),
         "ds_config": run.engine_config.deepspeed,
     }
-    with _surviving(run, STARTS_FILE), (run.folder / STARTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start, ensure_ascii=False, default=str) + "\n")
+    with _surviving(run, STARTS_FILE):
+        _append_line(run.folder / STARTS_FILE, json.dumps(start, ensure_ascii=False, default=str))
 
 
 def record_memory(run: Run, prediction: Prediction, measured: Measured) -> None:
@@ -110,6 +110,13 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
+
+
+def _append_line(path: Path, line: str) -> None:
+    """Append a line, on a line of its own even where a kill has torn the one before."""
+    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * torn + line + "\n")
 
 
 def _replace(path: Path, text: str) -> None:

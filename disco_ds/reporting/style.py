@@ -16,13 +16,9 @@ RUN_COLOURS = ("#2f6fb3", "#d9730d", "#2a9d5c", "#b5478a", "#7a5cc4", "#8c6d31",
 SHADES = {1: "#7fb2e0", 5: "#4f94cd", 10: "#134f86"}
 """Colours of R@1, R@5 and R@10."""
 DARK = {
-    INK: "#e4e4e4",
-    FAINT: "#9a9a9a",
-    GRID: "#3a3a3a",
-    "#2f6fb3": "#6aa9e9",
-    SHADES[10]: "#b5d6f4",
-    SHADES[1]: "#3f7fb5",
-}
+    INK: "#e4e4e4", FAINT: "#9a9a9a", GRID: "#3a3a3a", "#2f6fb3": "#6aa9e9",
+    SHADES[10]: "#d3e8fa", SHADES[5]: "#7dbcf0", SHADES[1]: "#3a76ad",
+}  # fmt: skip
 """What a colour becomes on a dark page, where it would be hard to see; the others do on both."""
 
 WIDTH, HEIGHT = 4.9, 3.3  # inches

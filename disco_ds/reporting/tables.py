@@ -155,8 +155,7 @@ def results(runs: Sequence[RunFolder]) -> Table:
             top = max(better * value for value in values if math.isfinite(value))
             best |= {(len(rows), place + 1) for place, value in enumerate(values) if better * value == top}
         rows.append([name, *texts])
-    rows.insert(0, ["", *(state(run) for run in runs)])
-    return Table(["", *(run.label for run in runs)], rows, best=frozenset((row + 1, column) for row, column in best))
+    return Table(["", *(run.label for run in runs)], rows, best=frozenset(best))
 
 
 def last_evaluation(run: RunFolder) -> Table | None:
@@ -227,7 +226,7 @@ def starts(run: RunFolder) -> Table | None:
         words = [f"{name}: {old} → {new}" for name, (old, new) in changes]
         ranks = f"{start.get('ranks')} × {start.get('device')}"
         changed = "; ".join(words) or ("first start" if before is None else "nothing")
-        rows.append([str(start.get("time", "")), f"{start['step']:,}", ranks, changed])
+        rows.append([str(start.get("time", ""))[:16].replace("T", " "), f"{start['step']:,}", ranks, changed])
         before = now
     return Table(["time", "after step", "ranks", "changed"], rows, title=run.label)
 
