@@ -1,6 +1,7 @@
 # make train   set up .venv, build the embedded data set, train on it with DeepSpeed ZeRO-2
 # make test    the same set-up with the test extras, then the whole test suite
 # make browser Chromium from the system's packages, where there is none, for the tests that open a report
+# make docs    the documentation as a site, in site/
 # make lint    ruff (rules and formatting) and mypy
 # ARGS goes to launch/train.py or pytest: make train ARGS="--optimizer.lr 5e-4"; make test ARGS="-k stream"
 
@@ -17,7 +18,7 @@ else
 LAUNCH := $(BIN)/deepspeed -q
 endif
 
-.PHONY: train test browser lint format clean
+.PHONY: train test browser docs lint format clean
 
 train: .venv/installed-demo
 	@run=demo; n=2; while [ -f runs/$$run/result.json ]; do run=demo-$$n; n=$$((n + 1)); done; \
@@ -30,9 +31,12 @@ test: .venv/installed-dev
 browser:
 	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null \
 	  || { command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] \
-	    && { apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 \
+	    && { timeout 300 apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 \
 	      || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null; }; } 2>&1; } \
 	  || echo "no Chromium: tests/test_report_browser.py will be skipped"
+
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --quiet
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -227,7 +227,7 @@ def _watchdog(config: RunConfig, rank: int, world_size: int) -> Watchdog:
 
 def model_identity(config: RunConfig) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit."""
-    return config.model.model_dump(mode="json", include={"name", "config", "freeze"})
+    return config.model.model_dump(mode="json", include={"name", "config", "freeze", "image_size", "context_length"})
 
 
 def _find_shards(config: RunConfig) -> None:
