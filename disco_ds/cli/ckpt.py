@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds import checkpoint_files as files
-from disco_ds.cli.parser import Parser
+from disco_ds.cli.parser import Parser, completing
 from disco_ds.errors import CheckpointError, ConfigError
 
 GIB = 2**30
@@ -20,7 +20,7 @@ GIB = 2**30
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; exit status 0: all well, 1: a checkpoint does not verify, 2: the input is wrong."""
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = completing(_parser()).parse_args(argv)
         return arguments.run_command(arguments)
     except (CheckpointError, ConfigError) as error:
         print(f"disco-ckpt: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disco_ds.cli import data_check, data_index, data_make, data_show
-from disco_ds.cli.data_options import Parser
+from disco_ds.cli.parser import Parser, completing
 from disco_ds.errors import ConfigError, DataError
 
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("disco_ds").setLevel(logging.INFO)
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = completing(_parser()).parse_args(argv)
         return arguments.run_command(arguments)
     except (ConfigError, DataError) as error:
         print(f"disco-data: {error}", file=sys.stderr)

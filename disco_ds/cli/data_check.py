@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from disco_ds.cli.data_options import EPILOG, Parser, add_shards, preparation, reading
+from disco_ds.cli.data_options import EPILOG, add_shards, preparation, reading
+from disco_ds.cli.parser import Parser
 from disco_ds.data.check import Report, Sizes, look, looks
 from disco_ds.data.decode import Decoder
 from disco_ds.data.pool import each, progress

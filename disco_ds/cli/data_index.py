@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from disco_ds.cli.data_options import Parser, positive
+from disco_ds.cli.data_options import positive
+from disco_ds.cli.parser import Parser
 from disco_ds.data.index import find_offsets, index_path, write_index
 from disco_ds.data.pool import cores, each, progress
 from disco_ds.data.shards import ShardFault, sample_offsets

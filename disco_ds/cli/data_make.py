@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from disco_ds.cli.data_options import Parser, positive
+from disco_ds.cli.data_options import positive
+from disco_ds.cli.parser import Parser
 from disco_ds.data.make import MISSING, Made, make_shard, note, open_folder, tasks, write_missing
 from disco_ds.data.make_sources import TABLES, Options, listing
 from disco_ds.data.pool import cores, each, progress

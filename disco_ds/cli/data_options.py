@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -19,17 +19,6 @@ from disco_ds.errors import ConfigError
 FIELDS = {name: field for name, field in leaf_fields() if name.startswith(("data.", "model."))}
 """Fields of a run that the commands take as flags too, under the same names."""
 _GIVEN_ELSEWHERE = ("data.train", "data.val", "data.weights", "model.name")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that raises ConfigError in place of leaving with a usage text; help keeps its line breaks."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        options = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **options}
-        super().__init__(*args, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def add_shards(parser: argparse.ArgumentParser, workers: bool = True) -> None:

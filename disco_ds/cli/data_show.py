@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from disco_ds.cli.data_options import EPILOG, Parser, Preparation, Reading, add_shards, positive, preparation, reading
+from disco_ds.cli.data_options import EPILOG, Preparation, Reading, add_shards, positive, preparation, reading
+from disco_ds.cli.parser import Parser
 from disco_ds.data.decode import Decoder, Pair
 from disco_ds.data.lanes import Lane, Slices, Tally
 from disco_ds.data.sheet import Tile, contact_sheet

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disco_ds.cli.options import leaf_fields, parse
-from disco_ds.cli.parser import Parser
+from disco_ds.cli.parser import Parser, completing
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:  # torch and open_clip take seconds, --help does not
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="disco-eval: %(message)s")
     try:
-        return _evaluate(_parser().parse_args(argv))
+        return _evaluate(completing(_parser()).parse_args(argv))
     except (CheckpointError, ConfigError, DataError) as error:  # the same on every rank
         if first:
             print(f"disco-eval: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from disco_ds.cli.parser import Parser
+from disco_ds.cli.parser import Parser, completing
 from disco_ds.errors import CheckpointError, ConfigError
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def _parser() -> Parser:
 
 
 def _export(argv: Sequence[str] | None) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = completing(_parser()).parse_args(argv)
     from disco_ds.export import export
     from disco_ds.quiet import quiet_libraries
     from disco_ds.saved_model import find_saved

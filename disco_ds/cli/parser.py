@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from typing import Any, NoReturn
 
 from disco_ds.errors import ConfigError
@@ -17,3 +18,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def completing(parser: Parser) -> Parser:
+    """The same with ``--print-completion SHELL``, where shtab is installed (extra: completion)."""
+    if importlib.util.find_spec("shtab") is not None:
+        import shtab
+
+        shtab.add_argument_to(parser, "--print-completion", help="print this command's completion for a shell")
+    return parser

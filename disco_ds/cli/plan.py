@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from disco_ds.cli.parser import Parser
+from disco_ds.cli.parser import Parser, completing
 from disco_ds.errors import ConfigError
 from disco_ds.planner import from_ds_config
 from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from disco_ds.cli.plan_trace import run_trace
 
             return run_trace(words[1:])
-        return _answer(_parser().parse_args(words))
+        return _answer(completing(_parser()).parse_args(words))
     except ConfigError as error:
         print(f"disco-plan: {error}", file=sys.stderr)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="disco-plan",
         description="The largest exact contrastive batch that fits, or the fastest settings for a given batch.\n"

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from disco_ds.cli.parser import Parser
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import TABLE, Coefficients, write_table
 from disco_ds.planner.models import SHIPPED_MODELS, ModelSource, say, trace_shipped
 
 MIB = 2**20
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def run_trace(words: Sequence[str]) -> int:
@@ -27,7 +21,7 @@ def run_trace(words: Sequence[str]) -> int:
     Raises:
         ConfigError: an unknown model or option.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="disco-plan trace",
         description="Trace a model's forward and backward without a GPU and say its coefficients: A(b), the highest of "
         "activations, and E(b), what is alive when forward has ended, for b pairs; in MiB, the batch itself included.",

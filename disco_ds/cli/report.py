@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from disco_ds.cli.parser import Parser
+from disco_ds.cli.parser import Parser, completing
 from disco_ds.errors import ConfigError
 
 REPORT_FILE = "report.html"
@@ -18,7 +18,7 @@ COMPARISON_FILE = "comparison.html"
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report; exit status 0: written, 2: the input is wrong."""
     try:
-        _report(_parser().parse_args(argv))
+        _report(completing(_parser()).parse_args(argv))
     except ConfigError as error:
         print(f"disco-report: {error}", file=sys.stderr)
         return 2
