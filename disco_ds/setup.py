@@ -111,16 +111,8 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
     config, engine_config, planned = _resolve(config, ds_config, device, plan)
     global_batch = engine_config.batch.global_batch
     folder = config.runs_dir / config.name
-    zero = engine_config.deepspeed["zero_optimization"]
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    check_optimizer(config.optimizer, zero_stage=engine_config.zero_stage, offload=offload)
-    check_logging(config.logging)
-    check_evaluation(config.evaluation)
-    on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
     identity = Identity(world_size, engine_config.zero_stage, model_identity(config), config.optimizer.name)
-    checkpoint = choose_checkpoint(config.resume, folder / "checkpoints")
-    if checkpoint is not None:
-        on_rank_0(lambda: check_resumable(checkpoint, identity))
+    checkpoint = _check_cheaply(config, engine_config, folder, identity)
 
     model = _build_towers(config, engine_config)
     tokenizer = build_tokenizer(config.model)
@@ -172,6 +164,20 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
         (folder / "config.yaml").write_text(config.to_yaml())
         telemetry.say(describe(run, checkpoint) + (f"\n  planned   {planned}" if planned else ""))
     return run
+
+
+def _check_cheaply(config: RunConfig, engine_config: EngineConfig, folder: Path, identity: Identity) -> Path | None:
+    """What can be found wrong before anything is built; returns the checkpoint to go on from."""
+    zero = engine_config.deepspeed["zero_optimization"]
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    check_optimizer(config.optimizer, zero_stage=engine_config.zero_stage, offload=offload)
+    check_logging(config.logging)
+    check_evaluation(config.evaluation)
+    on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
+    checkpoint = choose_checkpoint(config.resume, folder / "checkpoints")
+    if checkpoint is not None:
+        on_rank_0(lambda: check_resumable(checkpoint, identity))
+    return checkpoint
 
 
 def _resolve(
