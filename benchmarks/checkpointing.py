@@ -21,6 +21,7 @@ POLICIES = ("none", "every:3", "every:2", "ops", "full")
 
 
 def build(name, policy):
+    """The model of one policy."""
     from disco_ds.config import ModelConfig
     from disco_ds.model import build_model
 
@@ -28,6 +29,7 @@ def build(name, policy):
 
 
 def step(model, images, texts):
+    """One forward and backward."""
     from disco_ds.loss import contrastive_loss
 
     out = model(images, texts)
@@ -37,6 +39,7 @@ def step(model, images, texts):
 
 
 def main():
+    """Measure every policy and print the table."""
     from tests.live_bytes import LiveBytes
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

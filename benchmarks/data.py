@@ -94,6 +94,7 @@ class ReducedFirst:
 
 
 def the_transform() -> Any:
+    """The training transform, the same for both pipelines."""
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
     return image_transform_v2(PreprocessCfg(size=SIZE_PX), is_train=True)
@@ -210,6 +211,7 @@ def summary(own: list[tuple[float, float]], peer: list[tuple[float, float]]) -> 
 
 
 def main() -> None:
+    """Run both pipelines in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--size", type=int, nargs=2, default=[640, 480], metavar=("WIDTH", "HEIGHT"), help="pixels")

@@ -165,6 +165,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Start the ranks, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4096, help="pairs on all ranks")

@@ -146,6 +146,7 @@ def run(ranks: int, b: int, dim: int, features: str, seed: int, checked: int, th
 
 
 def main() -> None:
+    """Run the loss and the reference, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--pairs-per-rank", type=int, default=3072)

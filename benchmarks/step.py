@@ -36,6 +36,7 @@ MODEL = {
 
 
 def make_batch(count, rank, seed):
+    """Random images and texts of one rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     size, context = MODEL["vision_cfg"]["image_size"], MODEL["text_cfg"]["context_length"]
     texts = torch.randint(1, 8000, (count, context), generator=generator)
@@ -125,6 +126,7 @@ class Ours:
 
 
 def contenders(batch, accumulation):
+    """The steps to compare, by name."""
     return {
         "open_clip DDP": lambda: Peer(1),
         f"open_clip DDP, accum-freq {accumulation}": lambda: Peer(accumulation),
@@ -172,6 +174,7 @@ def measure(arguments):
 
 
 def report(arguments, times, cpu, peaks, losses):
+    """Print the table."""
     base, whole = next(iter(times)), "ours ZeRO 2"
     rows = []
     for name in times:
@@ -204,6 +207,7 @@ def report(arguments, times, cpu, peaks, losses):
 
 
 def main():
+    """Start the ranks and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64, help="pairs over all ranks")
