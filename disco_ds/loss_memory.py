@@ -100,18 +100,16 @@ def _tiled_bytes(b: int, B: int, D: int, tile: int, item: int, keep: bool, kind:
     columns, last_columns = (wide * D * n if cast and not native else 0 for n in (tile, B - (steps[0] - 1) * tile))
     product = one_tile if device == "cpu" and wide == 4 else 0  # oneDNN's product of a tile, before it is scaled
     piece = min(b, PIECE_ROWS) * D
-    selected = piece * (wide + item if cast and not native else wide)
-    first = 0
     second = base + logits + one_tile + products + columns + (0 if keep else product)
     if kind == "sigmoid":
+        first = 0
         second = max(second, base + last_columns + products + piece * (2 * wide if cast else wide)) + 40 * b
     else:
-        # Sums of each tile and their log-sum-exp; then the hardest negatives in float64.
-        partial_sums = 8 * (b * steps[0] + B * steps[1])
-        measured = selected + (8 if item == 8 else 16) * piece + 8 * B + 80 * b
-        first = base + logits + max(columns + product + 60 * b, last_columns + max(2 * partial_sums + 60 * b, measured))
-        corrected = 0 if native else max(selected + 16 * b, 45 * b)
-        second = max(second, base + logits + one_tile + products + last_columns + corrected) + 24 * B + 100 * b
+        entries = 0 if native else (24 + wide) * (b + B)
+        measured, added = _one_block_bytes(b, B, D, steps, item, entries)
+        first = base + logits + max(columns + product + 60 * b, last_columns + measured)
+        second = max(second, base + logits + one_tile + products + last_columns + added)
+        second += entries + 24 * B + 100 * b
     if native:
         second += item * rows * tile + max(wide * tile * D, features)
     if b == B:
@@ -122,6 +120,22 @@ def _tiled_bytes(b: int, B: int, D: int, tile: int, item: int, keep: bool, kind:
         exchange = 2 * gathered + 2 * features  # gloo: received from all, then summed
     backward = 2 * features + 2 * item * b * D + (features if cast else 0)
     return max(first, second, exchange, backward)
+
+
+def _one_block_bytes(b: int, B: int, D: int, steps: tuple[int, int], item: int, entries: int) -> tuple[int, int]:
+    """What the one block takes after the last tile of its first pass, and of its second beside ``entries``.
+
+    These are the hardest negatives, of which each row and column has one; 16-bit products do without.
+    """
+    wide, n = max(4, item), b + B
+    partial_sums = 8 * (b * steps[0] + B * steps[1])
+    joined = 2 * partial_sums + 60 * b
+    if not entries:
+        return joined, 0
+    pairs = min(n, PIECE_ROWS) * D
+    measured = partial_sums + entries + 40 * n + pairs * (2 * wide + (8 if item == 8 else 16))
+    added = max(25 * n, 8 * n + pairs * (wide if item == wide else wide + item))
+    return max(joined, measured), added
 
 
 def _peer_bytes(b: int, B: int, D: int, kind: str, dtype: str, autocast: bool) -> int:

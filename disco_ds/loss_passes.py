@@ -7,10 +7,6 @@ Within a tile one shift m, its largest logit, serves rows and columns alike:
 
 That is exact unless a whole row or column of the tile lies so far below its shift that the sum nears underflow. Such a
 tile is *wide*: its rows and columns get shifts of their own, in both passes.
-
-Near convergence a few negatives carry the gradient, each of them off by some 1e-5: that is what a float32 product
-leaves of a logit of 80. The hardest negative of each row is therefore computed once more in float64, and the difference
-corrected in the sums and in the products.
 """
 
 from __future__ import annotations
@@ -20,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from disco_ds.loss_hardest import Hardest
 from disco_ds.loss_products import GradientProducts
-from disco_ds.loss_tiles import NEGATIVE_INFINITY, LogitTiles, row_dots, row_peaks
+from disco_ds.loss_tiles import NEGATIVE_INFINITY, LogitTiles
 
 # A row or column whose sum is smaller than this, in units of the tile's largest exponential, makes the tile wide. It is
 # far above 1e-38, where float32 begins to lose digits, so the terms that matter to the sum still have all of theirs.
@@ -40,41 +37,6 @@ class LogSums:
     hardest: Hardest | None  # None where products are in 16 bits
 
 
-class Hardest:
-    """The hardest negative of each row: where it is, and by how much its float32 logit is wrong."""
-
-    def __init__(self, tiles: LogitTiles) -> None:
-        new = tiles.other.new_full
-        self.logit = new((tiles.rows,), NEGATIVE_INFINITY, dtype=tiles.dtype)
-        self.column = new((tiles.rows,), 0, dtype=torch.long)
-        self.excess = new((tiles.rows,), 0.0, dtype=torch.float64)  # exp(exact - logit) - 1
-
-    def see(self, rows: slice, logit: Tensor, column: Tensor) -> None:
-        """Take note of the largest logits of some rows."""
-        harder = logit > self.logit[rows]
-        self.logit[rows] = torch.where(harder, logit, self.logit[rows])
-        self.column[rows] = torch.where(harder, column, self.column[rows])
-
-    def measure(self, tiles: LogitTiles) -> None:
-        """Compute all anew, in float64."""
-        for piece in tiles.pieces():
-            exact = row_dots(tiles.own[piece], tiles.select(self.column[piece])) + tiles.own_at_center[piece]
-            exact.mul_(tiles.scale).sub_(tiles.level)
-            found = self.logit[piece] > NEGATIVE_INFINITY  # not in a row without negatives, or of nan
-            self.excess[piece] = torch.where(found, torch.expm1(exact - self.logit[piece]), 0.0)
-
-    def missing(self, log_sum: Tensor) -> Tensor:
-        """exp(exact - log_sum) - exp(logit - log_sum), (b,) float64."""
-        share = (self.logit - log_sum).exp_().mul_(self.excess)
-        return torch.where(self.logit > NEGATIVE_INFINITY, share, 0.0)
-
-    def correct(self, rows: Tensor, columns: Tensor) -> None:
-        """Correct the log-sum-exps of rows (b,) and columns (B,) in place."""
-        in_column = torch.zeros_like(columns).index_add_(0, self.column, self.missing(columns[self.column]))
-        rows += self.missing(rows).log1p_()
-        columns += in_column.log1p_()
-
-
 def first_pass(tiles: LogitTiles, keep: bool) -> LogSums:
     """Log-sum-exps over the negatives of rows and columns; with ``keep`` the tiles stay for the second pass.
 
@@ -88,12 +50,7 @@ def first_pass(tiles: LogitTiles, keep: bool) -> LogSums:
     smallest: list[Tensor] = []
     for tile in tiles:
         S = tiles.logits(tile, room)
-        if hardest is None:
-            shift = S.amax()
-        else:
-            peaks, at = row_peaks(S)
-            hardest.see(tile.rows, peaks, at.add_(tile.columns.start))
-            shift = peaks.amax()
+        shift = S.amax() if hardest is None else hardest.see(tile, S)
         E = S.sub_(shift).exp_()
         row_sums, column_sums = E.sum(1), E.sum(0)
         rows[tile.column_step, tile.rows] = row_sums.double().log_().add_(shift)
@@ -135,8 +92,7 @@ def second_pass(tiles: LogitTiles, sums: LogSums, row: Tensor, column: Tensor, p
             G = E.mul_(factors)
         products.add(tile, G)
     if sums.hardest is not None:
-        at = sums.hardest.column
-        products.add_one_per_row(at, sums.hardest.missing(row) + sums.hardest.missing(column[at]))
+        sums.hardest.add_gradient(row, column, products)
 
 
 def _wide(smallest: list[Tensor]) -> set[int]:

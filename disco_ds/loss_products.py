@@ -10,6 +10,10 @@ sums along it cancel, and in float32 what cancels leaves its rounding behind.
 Nor is H one long sum: beside what has come together over hundreds of tiles, the small terms of the next one round to
 nothing, always downwards, and the gradient of the scale, which is what is left of large terms, feels it (5e-6 at
 B = 196,608). So a few columns of tiles are summed apart, and added in one.
+
+Where 16-bit features are multiplied as they are (CUDA), G has to be of 16 bits too. Rounded once, it would cost the
+features' gradients as many digits as their own rounding does, and that of the scale, where large terms cancel, all of
+them now and then. So G is multiplied in two parts of 16 bits.
 """
 
 from __future__ import annotations
@@ -71,26 +75,29 @@ class GradientProducts:
             self.W[tile.columns].addmm_(G.T, self.tiles.own[tile.rows], beta=beta, alpha=self.alpha)
 
     def _add_16_bit(self, tile: Tile, G: Tensor) -> None:
-        G = G.mul_(_LIFT).to(self.tiles.own.dtype)
-        if self.H is not None:
-            self._part[tile.rows].add_(mm_16_bit(G, self.tiles.columns(tile)), alpha=1 / _LIFT)
-        if self.W is not None:
-            product = mm_16_bit(G.T, self.tiles.own[tile.rows]).mul_(self.alpha / _LIFT)
-            if tile.row_step > 0:
-                self.W[tile.columns].add_(product)
-            else:
-                self.W[tile.columns] = product
-
-    def add_one_per_row(self, columns: Tensor, G: Tensor) -> None:
-        """Add a gradient G (b,) float64 of the logits at ``columns`` (b,), one in each row."""
-        if self.H is not None:
-            self._row_sums += G
-        G = G.to(self.tiles.dtype).unsqueeze(1)
-        for piece in self.tiles.pieces():
+        """Multiply G in 16 bits twice, rounded and what the rounding left, which keeps 16 (bf16) or 22 bits of it."""
+        rounded = torch.empty_like(G.mul_(_LIFT), dtype=self.tiles.own.dtype)
+        for turn in range(2):
+            rounded.copy_(G)
+            G.sub_(rounded)
             if self.H is not None:
-                self.H[piece].addcmul_(G[piece], self.tiles.select(columns[piece]))
+                self._part[tile.rows].add_(mm_16_bit(rounded, self.tiles.columns(tile)), alpha=1 / _LIFT)
             if self.W is not None:
-                self.W.index_add_(0, columns[piece], G[piece] * self.tiles.own[piece], alpha=self.alpha)
+                product = mm_16_bit(rounded.T, self.tiles.own[tile.rows]).mul_(self.alpha / _LIFT)
+                if tile.row_step > 0 or turn > 0:
+                    self.W[tile.columns].add_(product)
+                else:
+                    self.W[tile.columns] = product
+
+    def add_pairs(self, rows: Tensor, columns: Tensor, G: Tensor) -> None:
+        """Add a gradient G (n,) float64 of the logits at ``rows`` (n,) and ``columns`` (n,)."""
+        factors = G.to(self.tiles.dtype).unsqueeze(1)
+        if self.H is not None:
+            self._row_sums.index_add_(0, rows, G)
+            self.H.index_add_(0, rows, self.tiles.select(columns).mul_(factors))
+        if self.W is not None:
+            own = self.tiles.own.index_select(0, rows)
+            self.W.index_add_(0, columns, own.mul_(factors), alpha=self.alpha)
 
     def add_positives(self, other: Tensor, G: Tensor) -> None:
         """Add the gradient G (b,) float64 of the positives, whose columns are this rank's ``other`` (b, D)."""

@@ -66,7 +66,7 @@ def test_wide_and_narrow_tiles_are_both_met(monkeypatch):
         loss = contrastive_loss(image, text, scale, tile=40, keep_logits=keep)
         loss.backward()
         assert_exact(image, text, scale, loss, note=f"seed {seed}")
-    image, text, scale = leaves(150, 24, "random", seed)
+    image, text, scale = leaves(150, 24, "random", seed, scale=30.0)
     contrastive_loss(image, text, scale, tile=40)
     assert met[0][0] > 0
     assert met[2] == (0, 4)
@@ -95,7 +95,9 @@ def test_any_scale(scale):
     expected = clip_reference(image, text, scale)
     assert relative_error(loss, expected["loss"]) < 2e-6
     for gradient, name in ((image.grad, "image"), (text.grad, "text"), (s.grad, "scale")):
-        assert relative_error(gradient, expected[name]) < 1e-5, f"{name}, seed {seed}"
+        error = (gradient.double() - expected[name]).norm()
+        floor = 0.01 if name == "scale" else 0.0  # a mean of cosines that may cancel
+        assert error <= 1e-5 * max(expected[name].norm(), floor), f"{name}, seed {seed}"
 
 
 def test_identical_features_have_the_loss_of_chance_and_no_gradient():
@@ -239,8 +241,10 @@ def test_sixteen_bit_products_as_cuda_makes_them(monkeypatch):
         loss = contrastive_loss(image, text, scale, tile=64) * 65536.0
         loss.backward()
         expected = clip_reference(image, text, 100.0)
-        for leaf, name in ((image, "image"), (text, "text")):
-            assert relative_error(leaf.grad.double() / 65536.0, expected[name]) < 3e-3, f"{dtype} {kind} {name} {seed}"
+        for leaf, name in ((image, "image"), (text, "text"), (scale, "scale")):
+            # a feature's gradient is rounded to bf16 at the end: half a unit of 8 bits, and no more than that
+            bound = 2.0**-9 + 1e-4 if name != "scale" else 3e-3
+            assert relative_error(leaf.grad.double() / 65536.0, expected[name]) < bound, f"{dtype} {kind} {name} {seed}"
 
 
 def test_clip_loss_takes_the_place_of_open_clips():
@@ -274,9 +278,9 @@ def test_the_scale_benchmark_at_a_small_size():
 
     seed = fresh_seed()
     results = run(ranks=6, b=40, dim=32, features="trained", seed=seed, checked=50, threads=2)
-    for name, error in results.items():
-        if name.endswith("error"):
-            assert error < 5e-6, f"{name}, seed {seed}"
+    for name in ("loss_error", "image_gradient_error", "text_gradient_error", "scale_error_beside_loss"):
+        # of 50 pairs: the error of few and small gradients is not averaged away
+        assert results[name] < (2e-6 if name == "loss_error" else 2e-5), f"{name}: {results[name]}, seed {seed}"
 
 
 def test_the_streamed_reference_is_the_reference():

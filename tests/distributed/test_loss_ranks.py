@@ -95,6 +95,8 @@ def sweep(seed: int, kinds: tuple[str, ...], dtypes: tuple[str, ...]) -> list[st
     for counts, kind, dtype_name in itertools.product(SPLITS[size], kinds, dtypes):
         if dtype_name != "float32" and kind not in ("trained", "converged"):
             continue
+        if kind == "duplicated" and sum(counts) < 8:
+            continue  # of two equal pairs and one other nothing is left that float32 could hold: all cancels
         dtype = getattr(torch, dtype_name)
         all_images, all_texts = make_features(sum(counts), 48, kind, seed, dtype)
         expected = clip_reference(all_images, all_texts, 100.0)
@@ -107,9 +109,9 @@ def sweep(seed: int, kinds: tuple[str, ...], dtypes: tuple[str, ...]) -> list[st
             loss = build_loss(name, grad_reduction=reduction, **extra)(image, text, scale)
             assert loss.shape == ()
             assert loss.dtype == torch.promote_types(dtype, torch.float32)
-            (loss * 3.0).backward()
+            (loss * 4.0).backward()  # a power of two: a division of bf16 gradients that rounds nothing once more
             for leaf in (image, text, scale):
-                leaf.grad /= 3.0
+                leaf.grad /= 4.0
             leaves = {"image": image, "text": text, "scale": scale}
             if name == "one_block":
                 case = f"{name} {kind} {dtype_name} {counts} tile={tile} keep={keep} {reduction} seed={seed}"

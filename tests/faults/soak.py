@@ -42,7 +42,8 @@ def main(folder: Path, steps: int) -> dict:
         assert last["bytes"] - first["bytes"] < GROWTH_BYTES, seen
         for what in ("files", "threads", "children"):
             rows = [row["ranks"][rank][what] for row in settled]
-            assert max(rows[len(rows) // 2 :]) <= max(rows[: len(rows) // 2]), (what, rows)
+            # what leaks is there in every look at the end; a file that is open for a moment is not
+            assert min(rows[-len(rows) // 4 :]) <= max(rows[: len(rows) // 2]), (what, rows)
     return {"steps": steps, "seen": [settled[0], settled[-1]]}
 
 
