@@ -37,43 +37,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="disco-plan",
+        usage="disco-plan --gpus N (--mem SIZE | --gpu NAME) [options]",
         description="The largest exact contrastive batch that fits, or the fastest settings for a given batch.\n"
-        "Sizes: --mem 40G is a device sold as 40 GB; everything else is in GiB (2^30 bytes).",
+        "Sizes: --mem 40G is a device sold as 40 GB; everything else is in GiB (2^30 bytes).\n"
+        "In parentheses: the default.",
         epilog="disco-plan --gpus 64 --mem 40G\n"
         "disco-plan --gpus 8 --gpu H100 --model ViT-L-14 --global-batch 65536 --compare\n"
         "disco-plan trace ViT-B-32 --precision amp      what a model's activations take (disco-plan trace --help)\n\n"
         "exit status: 0 fits, 1 does not fit (and says what does), 2 the input is wrong",
     )
     add = parser.add_argument
-    add("--gpus", type=_count, default=1, metavar="N", help="number of GPUs (default: 1)")
-    add("--mem", metavar="SIZE", help="memory of one: 40G is a device sold as 40 GB, 39.4GiB exactly that much")
+    add("--gpus", type=_count, default=1, metavar="N", help="number of GPUs (1)")
+    add("--mem", metavar="SIZE", help="of one: 40G as sold, 39.4GiB exactly that much")
     add("--gpu", metavar="NAME", help=f"kind of GPU instead: {', '.join(DEVICES)}")
-    add("--model", default="ViT-B-32", help="open_clip name, demo, or an open_clip JSON (default: ViT-B-32)")
-    add("--global-batch", type=_count, metavar="B", help="pairs a step over all GPUs; without it, the largest")
+    add("--model", default="ViT-B-32", help="open_clip name, demo, or a JSON (ViT-B-32)")
+    add("--global-batch", type=_count, metavar="B", help="pairs a step on all GPUs; without it, the largest")
     add("--per-gpu-batch", type=_count, metavar="b", help="pairs a step on one GPU: predict that case")
-    add("--micro-batch", type=_count, metavar="m", help="pairs at a time; fewer than b: cached gradients, exact")
-    add("--zero", choices=["0", "1", "2", "3", "auto"], default=None, help="DeepSpeed ZeRO stage (default: auto)")
-    add("--precision", choices=["bf16", "amp", "fp32"], help="bf16 weights, bf16 autocast, or fp32 (default: bf16)")
-    add("--checkpointing", type=_policy, default="auto", metavar="none|full|every:K|ops|offload|auto",
-        help="activation checkpointing (default: auto)")  # fmt: skip
-    add("--loss", choices=["one_block", "disco", "open_clip", "clip", "sigmoid"], default="one_block",
-        help="the contrastive loss (default: one_block)")  # fmt: skip
-    add("--optimizer", choices=list(OPTIMIZER_BYTES), default="adamw", help="the optimizer (default: adamw)")
-    add("--offload", choices=["none", "optimizer", "all"], help="what goes to the host (default: none)")
-    add("--attention", choices=["flash", "math"], default="flash", help="math: as torch before 2.0 (default: flash)")
+    add("--micro-batch", type=_count, metavar="m", help="pairs at a time; below b: cached gradients, exact")
+    add("--zero", choices=["0", "1", "2", "3", "auto"], default=None, metavar="STAGE",
+        help="DeepSpeed ZeRO: 0, 1, 2, 3 or auto (auto)")  # fmt: skip
+    add("--precision", choices=["bf16", "amp", "fp32"], metavar="P", help="bf16, amp (bf16 autocast) or fp32 (bf16)")
+    add("--checkpointing", type=_policy, default="auto", metavar="HOW",
+        help="none, full, every:K, ops, offload or auto (auto)")  # fmt: skip
+    add("--loss", choices=["one_block", "disco", "open_clip", "clip", "sigmoid"], default="one_block", metavar="L",
+        help="one_block, disco, open_clip, clip, sigmoid (one_block)")  # fmt: skip
+    add("--optimizer", choices=list(OPTIMIZER_BYTES), default="adamw", metavar="O",
+        help=f"{' or '.join(OPTIMIZER_BYTES)} (adamw)")  # fmt: skip
+    add("--offload", choices=["none", "optimizer", "all"], metavar="WHAT",
+        help="to the host: none, optimizer or all (none)")  # fmt: skip
+    add("--attention", choices=["flash", "math"], default="flash", metavar="A",
+        help="flash, or math as torch before 2.0 (flash)")  # fmt: skip
     add("--image-size", type=_count, metavar="PX", help="where it differs from the model's own")
-    add("--context-length", type=_count, metavar="TOKENS", help="where it differs from the model's own")
-    add("--ds-config", metavar="FILE", help="take stage, buckets, batch keys, precision and offload from it")
-    add("--frag", type=_factor, default=1.10, metavar="F", help="held over allocated activations (default: 1.10)")
-    add("--reserve", type=_gib, default=0, metavar="GIB", help="GiB to leave free (default: 0)")
-    add("--min-micro-batch", type=_count, default=64, metavar="m", help="smallest that feeds a GPU (default: 64)")
-    add("--bandwidth", type=_factor, default=50.0, metavar="GB/s",
-        help="of a GPU's collectives, for ranking (default: 50, assumed)")  # fmt: skip
+    add("--context-length", type=_count, metavar="T", help="where it differs from the model's own")
+    add("--ds-config", metavar="FILE", help="takes stage, buckets, batch, precision, offload")
+    add("--frag", type=_factor, default=1.10, metavar="F", help="held over allocated activations (1.10)")
+    add("--reserve", type=_gib, default=0, metavar="GIB", help="GiB to leave free (0)")
+    add("--min-micro-batch", type=_count, default=64, metavar="m", help="smallest that feeds a GPU (64)")
+    add("--bandwidth", type=_factor, default=50.0, metavar="GB/s", help="of collectives, to rank by (50, assumed)")
     add("--compare", action="store_true", help="ZeRO x checkpointing x loss in one table")
     add("--plot", type=Path, metavar="FILE", help="picture: memory against batch, and batch against GPUs")
     add("--json", action="store_true", help="the answer for programs (docs/planner.md)")
     add("--write", type=Path, metavar="DIR", help="ds_config.json and run.yaml for launch/train.py")
-    add("--data", metavar="SHARDS", help="data.train of the run.yaml (default: demo)")
+    add("--data", metavar="SHARDS", help="data.train of the run.yaml (demo)")
     add("--samples", type=_count, metavar="N", help="length of the run.yaml in samples")
     return parser
 
