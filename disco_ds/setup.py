@@ -127,24 +127,13 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
     if checkpoint is not None:
         state = load_checkpoint(engine, checkpoint, identity)
     stream = TrainStream(
-        config.data,
-        global_batch=global_batch,
-        rank=rank,
-        world_size=world_size,
-        seed=config.seed,
-        transform=transform,
-        tokenizer=tokenizer,
-        cursor=state.cursor,
-    )
+        config.data, global_batch=global_batch, rank=rank, world_size=world_size, seed=config.seed,
+        transform=transform, tokenizer=tokenizer, cursor=state.cursor,
+    )  # fmt: skip
     telemetry = Telemetry(
-        folder,
-        config.logging,
-        rank=rank,
-        total_steps=steps,
-        start_step=state.step,
-        name=config.name,
-        run_config=config.model_dump(mode="json"),
-    )
+        folder, config.logging, rank=rank, total_steps=steps, start_step=state.step,
+        name=config.name, run_config=config.model_dump(mode="json"),
+    )  # fmt: skip
     run = Run(
         config=config,
         folder=folder,

@@ -56,6 +56,15 @@ def make_features(
     return u.to(dtype).contiguous(), v.to(dtype).contiguous()
 
 
+def leaves(
+    pairs: int = 37, width: int = 24, kind: str = "trained", seed: int = 0, dtype: torch.dtype = torch.float32,
+    scale: float = 100.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Features as ``make_features`` makes them and a scale, all three leaves of a graph."""
+    image, text = make_features(pairs, width, kind, seed, dtype)
+    return image.requires_grad_(), text.requires_grad_(), torch.tensor(scale, requires_grad=True)
+
+
 def clip_reference(u: Tensor, v: Tensor, scale: float) -> dict[str, Tensor]:
     """Loss and gradients of CLIP's loss over all pairs, float64.
 

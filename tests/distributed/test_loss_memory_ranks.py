@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from tests.live_bytes import LiveBytes
+from tests.loss_reference import leaves
 from tests.ranks import run_ranks
-from tests.test_loss import MEMORY, leaves, measure_peaks
+from tests.test_loss_memory import MEMORY, measure_peaks
 
 
 def peaks() -> list[tuple[int, int, int]]:
