@@ -6,21 +6,27 @@ top level of an importable module (``tests.distributed.…``), since it is found
 the whole takes longer than ``timeout_s``, every process is killed and one ``AssertionError`` shows what each rank said:
 a rank that waits for a dead one is as much part of the story as the one that died.
 
-Starting Python with torch and DeepSpeed costs seconds, so put many cases into one function.
+Ranks are forked from one process that has imported torch, DeepSpeed and open_clip (``tests/rank_server.py``), which
+starts with the first call, so a launch takes a fifth of a second and not six.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +46,56 @@ def rank_environment(rank: int, world_size: int, port: int | None = None) -> dic
     return env
 
 
+@lru_cache(maxsize=1)
+def _server() -> subprocess.Popen:
+    """The process that ranks are forked from; it ends with this one, and its ranks with it."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.rank_server"],
+        cwd=ROOT, env=rank_environment(0, 1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert server.stdin is not None
+    atexit.register(server.wait)
+    atexit.register(server.stdin.close)
+    return server
+
+
+@dataclass
+class Rank:
+    """One forked rank."""
+
+    pid: int
+    exit: Path
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, once the rank has ended."""
+        if self.returncode is None and self.exit.exists():
+            self.returncode = int(self.exit.read_text())
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            assert _server().poll() is None, "the process that ranks are forked from has ended"
+            time.sleep(0.01)
+
+
+def _start(work: Path, world_size: int) -> list[Rank]:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps([str(work), world_size]) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the process that ranks are forked from has ended; it said why on standard error"
+    return [Rank(pid, work / f"rank{rank}.exit") for rank, pid in enumerate(json.loads(answer))]
+
+
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = 120.0,
-    patience_s: float = 2.0,
-    env: dict[str, str] | None = None,
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, patience_s: float = 2.0
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` gloo ranks; return their results, rank 0 first.
 
@@ -59,27 +108,14 @@ def run_ranks(
         work = Path(folder)
         job = (function.__module__, function.__qualname__, args, timeout_s)
         (work / "job.pkl").write_bytes(pickle.dumps(job))
-        ranks = []
-        for rank in range(world_size):
-            log = (work / f"rank{rank}.log").open("wb")
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.ranks", str(work)],
-                    cwd=ROOT,
-                    env={**rank_environment(rank, world_size), **(env or {})},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-            log.close()
+        ranks = _start(work, world_size)
         verdict = _wait(ranks, timeout_s, patience_s)
         if verdict is not None:
             raise AssertionError(verdict + "\n" + _stories(work, ranks))
         return [pickle.loads((work / f"rank{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
-def _wait(ranks: list[subprocess.Popen], timeout_s: float, patience_s: float) -> str | None:
+def _wait(ranks: list[Rank], timeout_s: float, patience_s: float) -> str | None:
     """Wait for all ranks; None if all ended well, else one line that says what went wrong (all are dead by then)."""
     deadline = time.monotonic() + timeout_s
     verdict = None
@@ -99,13 +135,13 @@ def _wait(ranks: list[subprocess.Popen], timeout_s: float, patience_s: float) ->
         if process.poll() is None:
             process.kill()
         process.wait()
-    failed = [rank for rank, process in enumerate(ranks) if process.returncode > 0]
+    failed = [rank for rank, process in enumerate(ranks) if (process.returncode or 0) > 0]
     if verdict is None and any(process.returncode for process in ranks):
         verdict = f"ranks {failed} of {len(ranks)} failed"
     return verdict
 
 
-def _stories(work: Path, ranks: list[subprocess.Popen]) -> str:
+def _stories(work: Path, ranks: list[Rank]) -> str:
     parts = []
     for rank, process in enumerate(ranks):
         text = (work / f"rank{rank}.log").read_text(errors="replace")
@@ -113,9 +149,8 @@ def _stories(work: Path, ranks: list[subprocess.Popen]) -> str:
     return "\n".join(parts)
 
 
-def _main(folder: str) -> None:
-    work = Path(folder)
-    rank = int(os.environ["RANK"])
+def be_rank(work: Path, rank: int, world_size: int) -> None:
+    """Call the job's function and write down what it returns; ends the process."""
     module, name, args, timeout_s = pickle.loads((work / "job.pkl").read_bytes())
     import torch
     import torch.distributed as dist
@@ -123,7 +158,7 @@ def _main(folder: str) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{work}/store", rank=rank, world_size=int(os.environ["WORLD_SIZE"]),
+            "gloo", init_method=f"file://{work}/store", rank=rank, world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )  # fmt: skip
         result = getattr(importlib.import_module(module), name)(*args)
@@ -137,7 +172,3 @@ def _main(folder: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a normal exit may wait for a peer that will never come
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

@@ -29,6 +29,7 @@ def setup(row, policy=None, zero=0, precision="amp"):
     return Setup(
         gpus=row["gpus"], zero=zero, precision=precision, checkpointing=policy or row["checkpointing"],
         loss=row["kind"], attention=row.get("attention", "flash"), runtime_bytes=device.runtime_bytes(row["gpus"]),
+        images_on_device=True,  # the loops of these trainers keep a name for the batch
     )  # fmt: skip
 
 

@@ -42,11 +42,11 @@ def test_reference_coefficients(monkeypatch, name, precision, policy, peak, end)
     image = 3 * 224 * 224 * 4
     # the reference was given its images in the weights' type, and kept no second copy of them
     held = sizes.input_bytes - (image if precision == "bf16" else 0)
-    slope, fixed = affine(lambda b: found.peak(b, held, held=True))
+    slope, fixed = affine(lambda b: found.peak(b, held))
     assert slope == pytest.approx(peak[0], rel=0.01)
     assert slope * 1000 + fixed == pytest.approx(peak[0] * 1000 + peak[1], rel=0.01)
     if end is not None:
-        assert affine(lambda b: found.end(b, held, held=True)) == pytest.approx(end, rel=0.01, abs=0.6)
+        assert affine(lambda b: found.end(b, held)) == pytest.approx(end, rel=0.01, abs=0.6)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_shipped_coefficients_without_checkpointing_are_those_of_the_reference(n
     """The order of the towers moves the peak by less than one per cent here; docs/planner.md has all figures."""
     model = shipped(name)
     found = model.traces["amp/none"]
-    assert affine(lambda b: found.peak(b, model.input_bytes, held=True))[0] == pytest.approx(peak, rel=0.015)
+    assert affine(lambda b: found.peak(b, model.input_bytes))[0] == pytest.approx(peak, rel=0.015)
 
 
 def test_the_self_check_passes_here():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 
 import open_clip
 import pytest
@@ -176,6 +177,36 @@ def test_ten_steps_follow_a_plain_loop():
     results = run_ranks(followed, 2, cases, 10, seed, timeout_s=300)[0]
     wrong = [result for result in results if not result[3] <= 1e-4]
     assert not wrong, (seed, wrong)
+
+
+def images_after_forward():
+    """Whether the device's copy of the images (a clone here) is still there when the loss begins."""
+    found = {}
+    for stage, precision in itertools.product((0, 2, 3), ("bf16", "amp", "fp32")):
+        engine, step = build(stage, precision=precision)
+        copies = []
+
+        def on_device(tensor, copies=copies):
+            copy = tensor.clone()
+            copies.append(weakref.ref(copy.untyped_storage()))
+            return copy
+
+        def loss(*args, case=(stage, precision), copies=copies, loss=step.loss):
+            found[case] = copies[0]() is not None
+            return loss(*args)
+
+        step._on_device, step.loss = on_device, loss
+        images, texts = tiny_batch(BATCH, 0)
+        step(images[own_rows()], texts[own_rows()])
+        engine.destroy()
+    return found
+
+
+def test_images_leave_the_device_after_forward():
+    """In fp32 the first convolution keeps them for its gradient; else nobody does, and the planner counts on it."""
+    for found in run_ranks(images_after_forward, 2, timeout_s=200):
+        assert found == {(stage, precision): precision == "fp32" for stage, precision in found}
+        assert len(found) == 9
 
 
 def resnet(seed):
