@@ -69,7 +69,7 @@ def run_trace(words: Sequence[str]) -> int:
 def describe(model: Coefficients) -> str:
     """A model's only trace in two lines."""
     (key, found), size = next(iter(model.traces.items())), model.input_bytes
-    peak, end = (affine(lambda b, f=f: f(b, size)) for f in (found.peak, found.end))  # type: ignore[misc]
+    peak, end = affine(found.peak), affine(found.end)
     return (
         f"{model.name} {key}: A = {peak[0]:.2f} b + {peak[1]:.0f} MiB, E = {end[0]:.2f} b + {end[1]:.0f} MiB\n"
         f"  {model.parameters / 1e6:.1f} M parameters (image {model.image_parameters / 1e6:.1f} M), features of "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("coefficients.json")
-VERSION = 1
+VERSION = 2
 
 
 class Point(NamedTuple):
@@ -26,8 +26,8 @@ class Point(NamedTuple):
     """Elements of parameters whose gradient is complete by then, at least."""
     gradients_max: int
     """... and at most: neighbouring moments are kept as one."""
-    input_alive: int
-    """1 while the step itself holds the batch of images and tokens, 0 when nobody needs it any more."""
+    input: int
+    """Bytes of a pair's image and tokens, as far as the step or its graph still holds them."""
 
 
 @dataclass
@@ -39,25 +39,23 @@ class Trace:
     """Alive when forward has ended (the loss's memory comes on top), per pair, without the batch itself."""
     end_fixed: int
     end_input: int
-    """1 if the graph keeps the batch until backward, as fp32 does for the first convolution."""
+    """Bytes of a pair's image and tokens that the graph keeps for backward: in fp32 the image, for the first
+    convolution; tokens always, for the embedding."""
     feature_bytes: int
     """Bytes of one element of the features as the towers give them."""
     forward_flops: int
     """Of one pair's forward: products, convolutions and attention."""
 
-    def peak(self, batch: int, input_bytes: int = 0, *, held: bool = False) -> int:
+    def peak(self, batch: int, held: int | None = None) -> int:
         """A(b): the highest of activations for ``batch`` pairs, with the batch itself while it is alive.
 
-        ``held``: the caller keeps the batch throughout, as the reference figures do.
+        ``held``: bytes of a pair that the caller keeps throughout instead, as the reference figures do.
         """
-        return max(
-            p.per_pair * batch + p.fixed + (batch * input_bytes if held or p.input_alive else 0) for p in self.points
-        )
+        return max((p.per_pair + (p.input if held is None else held)) * batch + p.fixed for p in self.points)
 
-    def end(self, batch: int, input_bytes: int = 0, *, held: bool = False) -> int:
-        """E(b): alive when forward has ended, for ``batch`` pairs."""
-        own = self.end_per_pair * batch + self.end_fixed
-        return own + (batch * input_bytes if held or self.end_input else 0)
+    def end(self, batch: int, held: int | None = None) -> int:
+        """E(b): alive when forward has ended, for ``batch`` pairs; ``held`` as for the peak."""
+        return (self.end_per_pair + (self.end_input if held is None else held)) * batch + self.end_fixed
 
 
 @dataclass
@@ -152,7 +150,7 @@ def thin(points: Iterable[Point], total: int, bins: int = 16) -> list[Point]:
     groups: dict[tuple[int, int], list[Point]] = {}
     for point in points:
         share = 0 if point.gradients == 0 else 1 + (point.gradients - 1) * bins // max(total, 1)
-        groups.setdefault((share, point.input_alive), []).append(point)
+        groups.setdefault((share, point.input), []).append(point)
     kept: list[Point] = []
     for members in groups.values():
         low, high = min(p.gradients for p in members), max(p.gradients_max for p in members)
@@ -169,7 +167,7 @@ def _exceeds(q: Point, p: Point) -> bool:
         and q.per_pair + q.fixed >= p.per_pair + p.fixed
         and q.gradients <= p.gradients
         and q.gradients_max >= p.gradients_max
-        and q.input_alive >= p.input_alive
+        and q.input >= p.input
     )
 
 

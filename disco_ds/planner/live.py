@@ -156,7 +156,7 @@ def predict_run(
         checkpointing=config.model.checkpointing, loss=config.loss.kind, offload=choices.get("offload", "none"),
         optimizer=config.optimizer.name, tile=config.loss.tile, keep_logits=config.loss.keep_logits,
         reuse_last=config.cached.reuse_last, reduce_once=config.cached.reduce == "once",
-        images_on_device=config.cached.images == "device", device=device.type,
+        images_on_device=config.cached.images == "device" and engine_config.batch.accumulation > 1, device=device.type,
         runtime_bytes=here.runtime_bytes(engine_config.batch.world_size) if device.type == "cuda" else 0,
         buckets=from_ds_config.buckets(engine_config.deepspeed, model, device.type),
     )  # fmt: skip

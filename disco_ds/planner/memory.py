@@ -49,7 +49,8 @@ class Setup:
     reduce_once: bool = True
     """Cached form: gradients are reduced after the last micro-batch only, and are whole on each rank until then."""
     images_on_device: bool = False
-    """Cached form: the whole batch lies on the device between its two passes."""
+    """The whole batch lies on the device until backward is over: in the cached form between its two passes, and in
+    trainers whose loop keeps a name for it."""
     device: str = "cuda"
     runtime_bytes: int = 0
     fragmentation: float = 1.0
@@ -132,8 +133,7 @@ class _Step:
         self.model, self.setup, self.trace = model, setup, trace
         self.batch, self.micro, self.cuts = batch, micro, batch // micro
         self.buckets = setup.buckets or default_buckets(model, setup.device)
-        # the whole form holds its batch from forward to the end of backward; on a CPU the loader's batch is the step's
-        self.held = setup.device == "cpu" or batch == micro or setup.images_on_device
+        self.held = setup.images_on_device or setup.device == "cpu"  # there the loader's batch is the step's
         self.p = model.parameters
         self.coalesced = setup.reduce_once and batch > micro and setup.zero > 0 and setup.offload == "none"
         self.share = -(-self.p // setup.gpus) if setup.zero else self.p
@@ -209,8 +209,8 @@ class _Step:
         activations = point.per_pair * self.micro + point.fixed
         if self.held:
             activations += self._input(self.batch)
-        elif point.input_alive:
-            activations += self._input(self.micro)
+        else:
+            activations += point.input * self.micro
         return {"activations": activations, "features": self._features()}  # the loss's gradient for each feature
 
     def _loss(self) -> Moment:
@@ -223,13 +223,13 @@ class _Step:
         )  # fmt: skip
         terms = {"loss": loss}
         if self.cuts == 1:
-            terms["activations"] = self.trace.end(self.micro, self.model.input_bytes, held=self.held)
+            terms["activations"] = self.trace.end(self.micro, self.model.input_bytes if self.held else None)
         else:
             # the micro-batches' features, and the same in one piece
             terms["features"] = 2 * self._features()
             terms["activations"] = self._input(self.batch) if self.held else 0
             if setup.reuse_last:
-                terms["activations"] += self.trace.end(self.micro, 0 if self.held else self.model.input_bytes)
+                terms["activations"] += self.trace.end(self.micro, 0 if self.held else None)
         return self._moment("loss", terms, self._gathered(0))
 
     def _gathered(self, done: int) -> dict[str, int]:

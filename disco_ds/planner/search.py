@@ -248,10 +248,12 @@ def loss_flops(setup: Setup, batch: int, width: int) -> float:
     """Products of the loss: 2 D flops for each logit and product."""
     total = batch * setup.gpus
     if setup.loss == "clip":
-        return 6 * 2.0 * total * total * width
-    if setup.loss == "one_block":
-        return (3 if keeps_logits(batch, total) else 4) * 2.0 * batch * total * width
-    return (4 if setup.loss == "sigmoid" else 6) * 2.0 * batch * total * width
+        return 3 * 2.0 * total * total * width
+    if setup.loss in ("disco", "open_clip"):
+        return 6 * 2.0 * batch * total * width
+    backward = 4 if setup.precision == "bf16" else 2  # 16-bit features take the gradient in two parts
+    again = setup.loss == "one_block" and not keeps_logits(batch, total)
+    return (1 + again + backward) * 2.0 * batch * total * width
 
 
 def reduction_bytes(setup: Setup, parameters: int, accumulation: int) -> float:

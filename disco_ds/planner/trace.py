@@ -51,12 +51,15 @@ class Timeline(LiveStorages):
         return result
 
     def on_growth(self, func: Any) -> None:
-        alive = int(self.per_pair.get("input", 0) > 0)
-        self.points.append(Point(*self.activations(), self.gradients, self.gradients, alive))
+        self.points.append(Point(*self.activations(), self.gradients, self.gradients, self.input()))
 
     def activations(self) -> tuple[int, int]:
         """Bytes of activations now: per pair, and fixed."""
         return self.per_pair.get("activations", 0), self.by_category.get("activations", 0)
+
+    def input(self) -> int:
+        """Bytes a pair of images and tokens now."""
+        return self.per_pair.get("input", 0)
 
     def gradient(self, parameter: Tensor) -> None:
         """A parameter's gradient is complete: from here on it is accounted for as a gradient."""
@@ -200,7 +203,7 @@ def _step(
         gc.collect()
         end, feature_bytes = timeline.activations(), features.image_features.element_size()
         flops = timeline.flops // timeline.pairs
-        end_input = int(timeline.per_pair.get("input", 0) > 0)
+        end_input = timeline.input()
         # sums have gradients without a storage of their own; the real loss's are counted with the loss
         loss = [features.image_features.float().sum() + features.text_features.float().sum() + features.logit_scale]
         if features.logit_bias is not None:
