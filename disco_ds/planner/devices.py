@@ -19,7 +19,6 @@ class Device:
     """A kind of GPU."""
 
     name: str
-    sold_gb: int
     usable_gib: float
     """Total memory as CUDA reports it."""
     tflops: float
@@ -41,24 +40,24 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device("V100-16G", 16, 15.77, 125),
-        Device("V100-32G", 32, 31.74, 125),
-        Device("T4", 16, 14.56, 65),
-        Device("RTX3090", 24, 23.69, 71),
-        Device("RTX4090", 24, 23.53, 165),
-        Device("RTX5090", 32, 31.36, 210),
-        Device("A10G", 24, 22.19, 70),
-        Device("L4", 24, 22.03, 121),
-        Device("L40S", 48, 44.42, 362),
-        Device("A40", 48, 44.42, 150),
-        Device("A6000", 48, 47.43, 155),
-        Device("A100-40G", 40, 39.39, 312),
-        Device("A100-80G", 80, 79.15, 312),
-        Device("A800-80G", 80, 79.15, 312),
-        Device("H100", 80, 79.10, 989, hopper=True),
-        Device("H200", 141, 139.80, 989, hopper=True),
-        Device("GH200-96G", 96, 94.50, 989, hopper=True),
-        Device("B200", 180, 178.35, 2250, hopper=True),
+        Device("V100-16G", 15.77, 125),
+        Device("V100-32G", 31.74, 125),
+        Device("T4", 14.56, 65),
+        Device("RTX3090", 23.69, 71),
+        Device("RTX4090", 23.53, 165),
+        Device("RTX5090", 31.36, 210),
+        Device("A10G", 22.19, 70),
+        Device("L4", 22.03, 121),
+        Device("L40S", 44.42, 362),
+        Device("A40", 44.42, 150),
+        Device("A6000", 47.43, 155),
+        Device("A100-40G", 39.39, 312),
+        Device("A100-80G", 79.15, 312),
+        Device("A800-80G", 79.15, 312),
+        Device("H100", 79.10, 989, hopper=True),
+        Device("H200", 139.80, 989, hopper=True),
+        Device("GH200-96G", 94.50, 989, hopper=True),
+        Device("B200", 178.35, 2250, hopper=True),
     )
 }
 """Usable memory as torch.cuda.mem_get_info reports it on an idle device of that kind."""
@@ -92,10 +91,10 @@ def device_with(memory: str) -> Device:
         raise ConfigError(f"--mem {memory}: expected a size such as 40G (a device sold as 40 GB) or 39.4GiB")
     size, unit = float(match[1]), (match[2] or "G").lower()
     if unit in ("gi", "gib"):
-        return Device(f"{size:g} GiB", round(size), size, 312)
+        return Device(f"{size:g} GiB", size, 312)
     if size in _SOLD_AS:
         return replace(DEVICES[_SOLD_AS[int(size)]], name=f"{size:g} GB device")
-    return Device(f"{size:g} GB device", round(size), _usable_gib(size), 312)
+    return Device(f"{size:g} GB device", _usable_gib(size), 312)
 
 
 def _usable_gib(size: float) -> float:

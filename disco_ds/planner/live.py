@@ -29,10 +29,10 @@ def device_here(device: torch.device) -> Device:
         properties = torch.cuda.get_device_properties(device)
         total = properties.total_memory / GIB
         like = min(DEVICES.values(), key=lambda known: abs(known.usable_gib - total))
-        return Device(properties.name, round(total), total, like.tflops, hopper=properties.major >= 9)
+        return Device(properties.name, total, like.tflops, hopper=properties.major >= 9)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     share = machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / GIB
-    return Device("CPU", round(share), share, 0.05)
+    return Device("CPU", share, 0.05)
 
 
 def fill_auto(

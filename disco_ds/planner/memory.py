@@ -19,7 +19,6 @@ from disco_ds.planner.coefficients import Coefficients, Point, Trace, trace_key
 from disco_ds.planner.partitions import Buckets, Held, default_buckets, full_buckets, owned_gradients
 
 GIB = 2**30
-MIB = 2**20
 CATEGORIES = (
     "runtime", "parameters", "gradients", "optimizer", "buckets", "features", "loss", "activations", "fragmentation",
 )  # fmt: skip
