@@ -14,10 +14,12 @@ from typing import Any
 
 from disco_ds.config import RunConfig
 from disco_ds.ds_checks import REFUSED, uses_deepspeed_checkpointing
+from disco_ds.ds_types import AUTO, typed
 from disco_ds.errors import ConfigError
 
-AUTO = "auto"
 BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+FILLED = (*BUCKETS, "stage3_max_live_parameters", "stage3_param_persistence_threshold", "overlap_comm")
+"""Keys of zero_optimization for which "auto" is known here."""
 
 
 @dataclass
@@ -51,17 +53,13 @@ class EngineConfig:
     """File that it came from, for messages."""
 
 
-def _number(content: dict[str, Any], key: str, source: str) -> int | None:
+def _number(content: dict[str, Any], key: str) -> int | None:
     value = content.get(key, AUTO)
-    if value == AUTO or value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f'{source}: {key}: expected a positive number or "auto", found {value!r}')
-    return value
+    return None if value == AUTO else value
 
 
 def _agreed(content: dict[str, Any], key: str, option: str, given: int | None, source: str) -> int | None:
-    value = _number(content, key, source)
+    value = _number(content, key)
     if value is not None and given is not None and value != given:
         raise ConfigError(
             f'{option} is {given} but {key} in {source} is {value}: write "auto" there, or make them equal'
@@ -72,12 +70,15 @@ def _agreed(content: dict[str, Any], key: str, option: str, given: int | None, s
 def plan_batch(config: RunConfig, content: dict[str, Any], world_size: int, source: str) -> BatchPlan:
     """Solve train_batch_size = micro x accumulation x world_size for what is not given.
 
+    Args:
+        content: a ds_config of :func:`disco_ds.ds_types.typed`.
+
     Raises:
         ConfigError: too little is given, the two files disagree, or the numbers do not divide.
     """
     total = _agreed(content, "train_batch_size", "global_batch", config.global_batch, source)
     micro = _agreed(content, "train_micro_batch_size_per_gpu", "micro_batch", config.micro_batch, source)
-    steps = _number(content, "gradient_accumulation_steps", source)
+    steps = _number(content, "gradient_accumulation_steps")
     if total is None:
         if micro is None:
             raise ConfigError(
@@ -113,13 +114,9 @@ def _nearest_multiples(value: int, step: int) -> str:
     return " and ".join(str(v) for v in (low, low + step) if v > 0)
 
 
-def _enabled(content: dict[str, Any], section: str, source: str) -> bool | None:
+def _enabled(content: dict[str, Any], section: str) -> bool | None:
     value = content.get(section, {}).get("enabled", AUTO)
-    if value == AUTO:
-        return None
-    if not isinstance(value, bool):
-        raise ConfigError(f'{source}: {section}.enabled: expected true, false or "auto", found {value!r}')
-    return value
+    return None if value == AUTO else value
 
 
 def choose_precision(config: RunConfig, content: dict[str, Any], on_gpu: bool, source: str) -> str:
@@ -128,7 +125,7 @@ def choose_precision(config: RunConfig, content: dict[str, Any], on_gpu: bool, s
     Raises:
         ConfigError: both sections are on, or RunConfig and the ds_config disagree.
     """
-    sections = {"bf16": _enabled(content, "bf16", source), "amp": _enabled(content, "torch_autocast", source)}
+    sections = {"bf16": _enabled(content, "bf16"), "amp": _enabled(content, "torch_autocast")}
     on = [name for name, value in sections.items() if value]
     if len(on) == 2:
         raise ConfigError(f"{source}: bf16 and torch_autocast are both enabled; choose one (--precision bf16 or amp)")
@@ -146,13 +143,16 @@ def resolve(config: RunConfig, content: dict[str, Any], *, world_size: int, on_g
     """Check a ds_config against the run and fill all but the bucket sizes, which need the model (:func:`fill_buckets`).
 
     Raises:
-        ConfigError: see :func:`plan_batch` and :func:`choose_precision`; a clip_norm that disagrees.
+        ConfigError: see :func:`disco_ds.ds_types.typed`, :func:`plan_batch` and :func:`choose_precision`; a clip_norm
+            that disagrees, "auto" for a key for which it is not known, an odd allgather_bucket_size.
     """
+    content = typed(content, source)
     batch = plan_batch(config, content, world_size, source)
     precision = choose_precision(config, content, on_gpu, source)
     ds = copy.deepcopy(content)
     zero = ds.setdefault("zero_optimization", {"stage": 0})
     zero.setdefault("stage", 0)
+    _check_buckets(zero, source)
     filled: dict[str, Any] = {}
     for key, value in (
         ("train_batch_size", batch.global_batch),
@@ -172,7 +172,7 @@ def resolve(config: RunConfig, content: dict[str, Any], *, world_size: int, on_g
             f"optimizer.clip_norm is {config.optimizer.clip_norm} but gradient_clipping in {source} is {clip}: "
             f'write "auto" there, or make them equal'
         )
-    if _enabled(content, "bf16", source) is None:
+    if _enabled(content, "bf16") is None:
         filled["bf16.enabled"] = precision == "bf16"
     ds["bf16"] = {**ds.get("bf16", {}), "enabled": precision == "bf16"}
     if precision == "amp":
@@ -191,10 +191,19 @@ def resolve(config: RunConfig, content: dict[str, Any], *, world_size: int, on_g
     if config.optimizer.name != "adamw":
         ds["zero_allow_untested_optimizer"] = True  # Lion is as element-wise as Adam; the others run at stage 0
     for key in [key for key in ds if key in REFUSED]:
-        del ds[key]  # sections that say "enabled": false
+        del ds[key]  # they are off; some of their names DeepSpeed refuses whatever they say
     # the optimizer handed over is torch's own where DeepSpeed's CPU Adam is not built
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
     return EngineConfig(ds, batch, precision, zero["stage"], filled, source)
+
+
+def _check_buckets(zero: dict[str, Any], source: str) -> None:
+    for key, value in zero.items():
+        name = f"{source}: zero_optimization.{key}"
+        if value == AUTO and key not in FILLED:
+            raise ConfigError(f'{name}: "auto" is not known here; give a value')
+        if key == "allgather_bucket_size" and value != AUTO and value % 2:
+            raise ConfigError(f"{name}: must be even, found {value}")
 
 
 def fill_buckets(engine_config: EngineConfig, parameters: int, largest: int, *, on_gpu: bool) -> None:
@@ -208,8 +217,7 @@ def fill_buckets(engine_config: EngineConfig, parameters: int, largest: int, *, 
     ViT-B/32 itself), so a bucket here is never larger than the model, and never smaller than its largest parameter.
 
     Raises:
-        ConfigError: "auto" for a key that is not known here, an odd allgather_bucket_size, or a ZeRO-3 persistence
-            threshold above the largest parameter.
+        ConfigError: a ZeRO-3 persistence threshold above the largest parameter.
     """
     zero, source = engine_config.deepspeed["zero_optimization"], engine_config.source
     whole = parameters + parameters % 2  # DeepSpeed asserts even buckets, for the alignment of 16-bit elements
@@ -223,11 +231,7 @@ def fill_buckets(engine_config: EngineConfig, parameters: int, largest: int, *, 
     for key, value in list(zero.items()):
         name = f"zero_optimization.{key}"
         if value == AUTO:
-            if key not in values:
-                raise ConfigError(f'{source}: {name}: "auto" is not known here; give a value')
             zero[key] = engine_config.filled[name] = values[key]
-        elif key == "allgather_bucket_size" and int(value) % 2:
-            raise ConfigError(f"{source}: {name}: must be even, found {value}")
         elif key in BUCKETS and value > whole:
             zero[key] = whole
             engine_config.filled[name] = f"{whole} (lowered from {value:g}: the model has no more)"

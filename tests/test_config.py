@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from disco_ds import ds_checks
 from disco_ds.cli import options
 from disco_ds.config import RunConfig, total_steps
 from disco_ds.ds_checks import read_ds_config
 from disco_ds.ds_config import fill_buckets, resolve
 from disco_ds.errors import ConfigError
+from disco_ds.planner import from_ds_config
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "disco_ds" / "demo.yaml"
@@ -201,6 +203,12 @@ def test_batch_keys(ds, fields, expected):
         ({"bf16": {"enabled": True}}, {"global_batch": 2, "precision": "fp32"}, ["fp32", "enables bf16"]),
         ({"bf16": {"enabled": "yes"}}, {"global_batch": 2}, ["bf16.enabled", "'yes'"]),
         ({"gradient_clipping": 3}, {"global_batch": 2, "optimizer": {"clip_norm": 1}}, ["gradient_clipping", "3"]),
+        (
+            {"zero_optimization": {"allgather_bucket_size": 1001}},
+            {"global_batch": 2},
+            ["allgather_bucket_size", "even"],
+        ),
+        ({"zero_optimization": {"sub_group_size": "auto"}}, {"global_batch": 2}, ["sub_group_size", '"auto"']),
     ],
 )
 def test_named_errors_of_the_resolution(ds, fields, words):
@@ -225,6 +233,13 @@ def test_named_errors_of_the_resolution(ds, fields, words):
         ({"prescale_gradients": True, "zero_optimization": {"stage": 2}}, ["prescale_gradients", "stage 2"]),
         ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, ["contiguous_memory_optimization"]),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, ["cpu_checkpointing", "offload"]),
+        ({"hybrid_engine": {"enabled": True}}, ["hybrid_engine: not taken here"]),
+        ({"comet": {"enabled": True, "project": "x"}}, ["comet: not taken here", "--logging.wandb"]),
+        ({"progressive_layer_drop": {"enabled": True}}, ["progressive_layer_drop: not taken here"]),
+        ({"dataloader_drop_last": True}, ["dataloader_drop_last: not taken here", "--data."]),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload", '"offload_optimizer": {"device"']),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"devise": "cpu"}}}, ["offload_optimizer.devise"]),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, ["Stage 3"]),
     ],
 )
 def test_named_errors_of_ds_config_files(tmp_path, content, words):
@@ -235,10 +250,88 @@ def test_named_errors_of_ds_config_files(tmp_path, content, words):
     assert all(word in str(caught.value) for word in ["bad.json", *words]), caught.value
 
 
-def test_a_disabled_section_is_no_mistake(tmp_path):
+@pytest.mark.parametrize("read", [read_ds_config, from_ds_config.read], ids=["run", "planner"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"zero_optimization": 2}, ["zero_optimization: expected an object", "found 2"]),
+        ({"bf16": True}, ["bf16: expected an object", '{"enabled": "auto"}', "found true"]),
+        ({"flops_profiler": True}, ["flops_profiler: expected an object"]),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+            ["zero_optimization.offload_optimizer", '{"device": "cpu"}', "'cpu'"],
+        ),
+        ({"zero_optimization": {"stage": "2"}}, ["zero_optimization.stage", "write 2 without quotes"]),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}},
+            ["zero_optimization.reduce_bucket_size", "'5e8'", "write 5e8 without quotes"],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "1e5"}},
+            ["zero_optimization.stage3_param_persistence_threshold", "write 1e5 without quotes"],
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, ["reduce_bucket_size", "whole number", "0.5"]),
+        ({"zero_optimization": {"reduce_bucket_size": True}}, ["reduce_bucket_size", "true"]),
+        ({"zero_optimization": {"overlap_comm": "True"}}, ["overlap_comm", "write true without quotes"]),
+        ({"zero_optimization": {"offload_param": {"pin_memory": 1}}}, ["offload_param.pin_memory", "true or false"]),
+        ({"gradient_clipping": "one"}, ["gradient_clipping", 'a number, 0 or more or "auto"', "'one'"]),
+        ({"gradient_clipping": float("nan")}, ["gradient_clipping", "NaN"]),
+        ({"train_batch_size": "64"}, ["train_batch_size", "write 64 without quotes"]),
+        ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu", "positive", "found 0"]),
+        ({"bf16": {"enabled": "yes"}}, ["bf16.enabled", "'yes'"]),
+        ({"steps_per_print": 0}, ["steps_per_print", "positive"]),
+        ({"communication_data_type": "fp8"}, ["communication_data_type", "fp32, fp16 or bf16", "'fp8'"]),
+    ],
+)
+def test_a_value_of_another_kind_is_named_by_both_readers(tmp_path, read, content, words):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert all(word in str(caught.value) for word in ["bad.json", *words]), caught.value
+
+
+@pytest.mark.parametrize("read", [read_ds_config, from_ds_config.read], ids=["run", "planner"])
+def test_null_means_absent_and_round_floats_are_whole_numbers(tmp_path, read):
     path = tmp_path / "ok.json"
-    path.write_text(json.dumps({"fp16": {"enabled": False}, "train_batch_size": 4}))
-    assert "fp16" not in solved(read_ds_config(path)).deepspeed
+    zero = {"stage": 2, "offload_optimizer": None, "reduce_bucket_size": 5e8, "offload_param": {"nvme_path": None}}
+    path.write_text(json.dumps({"train_batch_size": 64.0, "bf16": None, "optimizer": None, "zero_optimization": zero}))
+    content = read(path)
+    assert content == {
+        "train_batch_size": 64,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000, "offload_param": {}},
+    }
+    assert isinstance(content["train_batch_size"], int)
+    assert from_ds_config.choices(content, 2) == {"zero": 2, "global_batch": 64}
+    assert "offload_optimizer" not in solved(content).deepspeed["zero_optimization"]
+
+
+def test_what_is_off_is_no_mistake(tmp_path):
+    path = tmp_path / "ok.json"
+    off = {"fp16": {"enabled": False}, "sparse_gradients": False, "dataloader_drop_last": False, "comet": {}}
+    path.write_text(json.dumps({**off, "train_batch_size": 4, "zero_optimization": {"cpu_offload": False}}))
+    # DeepSpeed refuses some of these names whatever their value
+    assert not off.keys() & solved(read_ds_config(path)).deepspeed.keys()
+
+
+def test_deepspeeds_other_keys_are_not_called_unknown():
+    """Every name that DeepSpeed's reader looks up at the top level is either taken or refused with a reason."""
+    from deepspeed.runtime import config
+
+    asked = set()
+
+    class Recording(dict):
+        def get(self, key, default=None):
+            asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key):
+            asked.add(key)
+            return super().__contains__(key)
+
+    config.DeepSpeedConfig(Recording(train_batch_size=1))
+    assert {"zero_optimization", "hybrid_engine", "comet"} <= asked  # it records what it should
+    assert asked - ds_checks._TAKEN - ds_checks.REFUSED.keys() == set()
 
 
 @pytest.mark.parametrize(
@@ -270,8 +363,6 @@ def test_recomputing_by_deepspeed_needs_a_policy_that_recomputes():
     ("zero", "words"),
     [
         ({"stage": 3, "stage3_param_persistence_threshold": 5000}, ["persistence_threshold 5000", "1000 elements"]),
-        ({"stage": 2, "allgather_bucket_size": 1001}, ["allgather_bucket_size", "even"]),
-        ({"stage": 2, "sub_group_size": "auto"}, ["sub_group_size", '"auto"']),
     ],
 )
 def test_named_errors_that_need_the_model(zero, words):

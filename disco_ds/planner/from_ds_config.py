@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from disco_ds.ds_types import AUTO, read_json, typed
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import Coefficients
 from disco_ds.planner.partitions import Buckets, default_buckets
 
-AUTO = ("auto", None)
-
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The content of a ds_config.
+    """The content of a ds_config, without its nulls.
 
     Raises:
-        ConfigError: it cannot be read, or is not a JSON object.
+        ConfigError: it cannot be read, is not a JSON object, or has a value that its key does not take.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--ds-config {path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ConfigError(f"--ds-config {path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--ds-config {path}: expected a JSON object, found {type(content).__name__}")
-    return content
+    flag = "--ds-config"
+    return typed(read_json(path, flag), f"{flag} {path}")
 
 
 def choices(content: dict[str, Any], gpus: int) -> dict[str, Any]:
     """Fields of :class:`~disco_ds.planner.search.Request` that the ds_config decides; "auto" decides nothing.
 
+    Args:
+        content: of :func:`read`, or of :func:`disco_ds.ds_checks.read_ds_config`.
+        gpus: number of GPUs.
+
     Raises:
-        ConfigError: a batch key that is not a number, or a stage that there is not.
+        ConfigError: the batch keys do not divide.
     """
-    found: dict[str, Any] = {}
     zero = content.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"--ds-config: zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")
-    found["zero"] = stage
+    found: dict[str, Any] = {"zero": zero.get("stage", 0)}
     if content.get("bf16", {}).get("enabled") is True:
         found["precision"] = "bf16"
     elif content.get("torch_autocast", {}).get("enabled") is True:
@@ -72,12 +63,8 @@ def choices(content: dict[str, Any], gpus: int) -> dict[str, Any]:
 
 
 def _number(content: dict[str, Any], key: str) -> int | None:
-    value = content.get(key)
-    if value in AUTO:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f'--ds-config: {key}: expected a positive number or "auto", found {value!r}')
-    return value
+    value = content.get(key, AUTO)
+    return None if value == AUTO else value
 
 
 def buckets(content: dict[str, Any], model: Coefficients, device: str = "cuda") -> Buckets:
@@ -91,7 +78,7 @@ def buckets(content: dict[str, Any], model: Coefficients, device: str = "cuda") 
 
     def size(key: str, auto: int, default: int) -> int:
         value = zero.get(key, default)
-        return auto if value == "auto" else int(value)
+        return auto if value == AUTO else int(value)
 
     reduce = size("reduce_bucket_size", ours.reduce, 500_000_000)
     if "reduce_bucket_size" in zero:  # disco_ds lowers a bucket that is given, and leaves DeepSpeed's default alone
@@ -100,5 +87,5 @@ def buckets(content: dict[str, Any], model: Coefficients, device: str = "cuda") 
         reduce=reduce,
         max_live=size("stage3_max_live_parameters", ours.max_live, 1_000_000_000),
         reuse_distance=size("stage3_max_reuse_distance", ours.reuse_distance, 1_000_000_000),
-        overlap=ours.overlap if overlap in AUTO else bool(overlap),
+        overlap=ours.overlap if overlap == AUTO else bool(overlap),
     )
