@@ -56,6 +56,62 @@ def test_an_open_batch_becomes_the_largest_and_a_policy_that_is_given_stays():
         fill_auto(run_config(global_batch=1 << 30, micro_batch=1 << 29), AUTO, world_size=2, device=CPU, progress=quiet)
 
 
+def test_a_default_is_not_given_after_filling():
+    """A ds_config may differ from a default, and not from what was given."""
+    content = {**AUTO, "gradient_clipping": 0.5}
+    config, filled, _ = fill_auto(run_config(global_batch=64), content, world_size=2, device=CPU, progress=quiet)
+    resolved = resolve(config, filled, world_size=2, on_gpu=False, source="test")
+    assert resolved.deepspeed["gradient_clipping"] == 0.5
+    given = run_config(global_batch=64, optimizer={"clip_norm": 2.0})
+    config, filled, _ = fill_auto(given, content, world_size=2, device=CPU, progress=quiet)
+    with pytest.raises(ConfigError, match=r"clip_norm is 2\.0"):
+        resolve(config, filled, world_size=2, on_gpu=False, source="test")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": {"keep_logits": True}},
+        {"loss": {"keep_logits": False, "tile": 64}},
+        {"micro_batch": 512, "cached": {"reduce": "each"}},
+        {"micro_batch": 512, "cached": {"images": "device"}},
+        {"micro_batch": 512, "cached": {"reuse_last": True}},
+    ],
+)
+def test_options_of_loss_and_cached_form_are_counted_as_in_the_run_that_follows(changes):
+    config, content, plan = fill_auto(
+        run_config(global_batch=4096, **changes), AUTO, world_size=2, device=CPU, progress=quiet
+    )
+    resolved = resolve(config, content, world_size=2, on_gpu=False, source="test")
+    prediction = predict_run(config, resolved, device=CPU, progress=quiet)
+    assert {name: moment.bytes for name, moment in prediction.moments.items()} == {
+        name: moment.bytes for name, moment in plan.prediction.moments.items()
+    }
+
+
+def test_kept_logits_make_the_largest_batch_smaller():
+    found = {
+        keep: fill_auto(run_config(loss={"keep_logits": keep}), AUTO, world_size=2, device=CPU, progress=quiet)[2]
+        for keep in (False, True)
+    }
+    assert found[True].global_batch < found[False].global_batch
+    assert found[True].prediction.moments["loss"].bytes["loss"] > 4 * 2 * found[True].prediction.per_gpu_batch ** 2
+
+
+def test_an_accumulation_of_the_ds_config_is_honoured_or_refused():
+    content = {**AUTO, "gradient_accumulation_steps": 4}
+    for changes in ({"global_batch": 256}, {"micro_batch": 16}, {}):
+        config, filled, plan = fill_auto(run_config(**changes), content, world_size=2, device=CPU, progress=quiet)
+        resolved = resolve(config, filled, world_size=2, on_gpu=False, source="test")
+        assert resolved.batch.accumulation == plan.prediction.accumulation == 4, changes
+        assert resolved.batch.micro_batch == config.micro_batch == changes.get("micro_batch", config.micro_batch)
+        assert resolved.batch.global_batch == changes.get("global_batch", 8 * config.micro_batch)
+    with pytest.raises(ConfigError, match="global batch 100 does not divide by 2 ranks x gradient_accumulation_steps"):
+        fill_auto(run_config(global_batch=100), content, world_size=2, device=CPU, progress=quiet)
+    with pytest.raises(ConfigError, match=r'write "auto" for one of them in mine\.json'):
+        fill_auto(run_config(global_batch=256, micro_batch=64), content, world_size=2, device=CPU, source="mine.json")
+
+
 def test_a_measurement_beside_the_plan_warns_above_five_per_cent():
     prediction = predict(shipped("ViT-B-32"), Setup(gpus=8, zero=2, runtime_bytes=1 << 30, fragmentation=1.1), 256)
     planned = prediction.peak_bytes - (1 << 30) - prediction.peak.bytes["fragmentation"]

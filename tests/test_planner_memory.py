@@ -15,7 +15,8 @@ from disco_ds.planner.devices import DEVICES, device_named, device_with
 from disco_ds.planner.memory import CATEGORIES, Setup, predict
 from disco_ds.planner.models import ModelSource
 from disco_ds.planner.partitions import Held, full_buckets, owned_gradients
-from disco_ds.planner.search import Planner, Request, changed
+from disco_ds.planner.report import compare
+from disco_ds.planner.search import Planner, Request, changed, with_accumulation
 
 DOZEN = (
     "ViT-B-32", "ViT-B-16", "ViT-S-32", "ViT-M-32", "ViT-L-14", "ViT-H-14", "ViT-bigG-14", "RN50", "RN101",
@@ -198,3 +199,63 @@ def test_cached_gradients_take_the_memory_of_a_micro_batch():
     assert cached.moments["forward and backward"].total < whole.moments["forward and backward"].total / 3
     with pytest.raises(ValueError, match="cannot be cut"):
         predict(model, setup, 100, 33)
+
+
+@pytest.mark.parametrize(
+    ("option", "moment", "added"),
+    [
+        ({"keep_logits": True}, "loss", 4 * 4096 * 8 * 4096 * 0.9),
+        ({"tile": 32768}, "loss", 4 * 4096 * 32768),
+        ({"reuse_last": True}, "loss", 1 << 30),  # what a micro-batch's forward leaves
+        ({"images_on_device": "cached"}, "loss", 4096 * 3 * 224 * 224 * 4),
+        ({"reduce_once": False}, "forward and backward", -2 * 50_000_000),  # no whole gradients while it goes on
+    ],
+)
+def test_a_request_hands_on_what_changes_the_memory(option, moment, added):
+    planner = Planner(ModelSource("ViT-B-32", silent))
+    request = Request(
+        gpus=8, device=device_with("80G"), global_batch=32768, micro_batch=512, zero=2, checkpointing="none",
+        keep_logits=False, tile=256,
+    )  # fmt: skip
+    before, after = (planner.best(r).prediction.moments[moment].total for r in (request, changed(request, **option)))
+    assert (after - before) / added > 0.9, (before, after)
+    assert planner.best(changed(request, **option)).setup.checkpointing == "none"
+
+
+def test_images_that_wait_between_two_passes_do_not_wait_where_there_is_one():
+    model = shipped("ViT-B-32")
+    setups = [Setup(gpus=8, images_on_device=where) for where in (False, "cached", True)]
+    whole, cached = ([predict(model, setup, 512, micro).peak_bytes for setup in setups] for micro in (None, 64))
+    assert whole[0] == whole[1] < whole[2]
+    assert cached[0] < cached[1] == cached[2]
+
+
+def test_a_number_of_micro_batches_is_kept():
+    planner = Planner(ModelSource("ViT-B-32", silent))
+    request = Request(gpus=8, device=device_with("24G"))
+    assert with_accumulation(request, {"gradient_accumulation_steps": "auto"}) is request
+    four = with_accumulation(request, {"gradient_accumulation_steps": 4})
+    largest = planner.best(four)
+    assert largest.fits
+    assert largest.prediction.accumulation == 4
+    more = largest.prediction.micro_batch + 8
+    assert planner.predict(largest.setup, 4 * more, more).peak_bytes > request.limit_bytes
+    assert planner.best(changed(four, global_batch=32 * 64)).prediction.micro_batch == 64
+    both = with_accumulation(changed(request, micro_batch=32), {"gradient_accumulation_steps": 4})
+    assert planner.best(both).global_batch == 32 * 4 * 8
+    with pytest.raises(ConfigError, match="nearest batches that do: 128 and 132"):
+        planner.best(changed(four, per_gpu_batch=130))
+    with pytest.raises(ConfigError, match="micro-batch of 16 pairs x gradient_accumulation_steps 4"):
+        planner.best(changed(four, per_gpu_batch=128, micro_batch=16))
+
+
+def test_offload_leaves_the_stages_that_there_are():
+    planner = Planner(ModelSource("ViT-B-32", silent))
+    for offload, columns in (("none", "0123"), ("optimizer", "123"), ("all", "3")):
+        for batch in (None, 4096):
+            request = Request(gpus=8, device=device_with("24G"), offload=offload, global_batch=batch)
+            head = compare(planner, request).splitlines()[1]
+            assert [word for word in head.split() if word.isdigit()] == list(columns)
+    for wrong in ({"zero": 0, "offload": "optimizer"}, {"zero": 2, "offload": "all"}, {"offload": "some"}, {"zero": 4}):
+        with pytest.raises(ConfigError, match="--offload" if "offload" in wrong else "--zero"):
+            plan(gpus=8, mem="24G", **wrong)

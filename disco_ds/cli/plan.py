@@ -17,7 +17,7 @@ from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
 from disco_ds.planner.memory import OPTIMIZER_BYTES
 from disco_ds.planner.models import ModelSource
 from disco_ds.planner.report import as_json, compare, text_report
-from disco_ds.planner.search import Plan, Planner, Request, changed
+from disco_ds.planner.search import Plan, Planner, Request, changed, stages, with_accumulation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,11 +146,9 @@ def build_request(arguments: argparse.Namespace, source: ModelSource) -> Request
         raise ConfigError(f"--frag {arguments.frag}: a process never holds less than is allocated; expected at least 1")
     if request.limit_bytes <= 0:
         raise ConfigError(f"--reserve {arguments.reserve / GIB:g}: nothing of {device.usable_gib:.2f} GiB is left")
-    if request.offload == "all" and request.zero not in ("auto", 3):
-        raise ConfigError(f"--offload all: parameters go to the host at --zero 3 only, not at {request.zero}")
-    if request.offload == "optimizer" and request.zero == 0:
-        raise ConfigError("--offload optimizer: needs --zero 1, 2 or 3")
+    stages(request)  # raises where stage and offload do not go together
     if content is not None:
+        request = with_accumulation(request, content)
         policy = "none" if request.checkpointing == "auto" else request.checkpointing
         model = source.get(request.precision, policy, request.attention)
         request = changed(request, buckets=from_ds_config.buckets(content, model))
@@ -189,10 +187,10 @@ def _answer(arguments: argparse.Namespace) -> int:
 def nearest_fitting(planner: Planner, request: Request) -> Plan | None:
     """What fits in place of a request that does not: other settings first, then a smaller batch; None if nothing."""
     open_settings = changed(request, zero="auto", checkpointing="auto", offload="none")
-    smaller = {"global_batch": None, "per_gpu_batch": None}
+    smaller = {"global_batch": None, "per_gpu_batch": None, "accumulation": None}
     for attempt in (
         open_settings,
-        changed(open_settings, micro_batch=None),
+        changed(open_settings, micro_batch=None, accumulation=None),
         changed(request, **smaller),
         changed(open_settings, **smaller),
         changed(open_settings, **smaller, offload="all"),

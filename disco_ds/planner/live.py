@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from disco_ds.config import RunConfig
-from disco_ds.ds_config import EngineConfig, choose_precision
+from disco_ds.ds_config import EngineConfig, choose_precision, plan_batch
 from disco_ds.errors import ConfigError
 from disco_ds.planner import from_ds_config
 from disco_ds.planner.devices import DEVICES, GIB, Device
 from disco_ds.planner.memory import OPTIMIZER_BYTES, Prediction, Setup, predict
 from disco_ds.planner.models import ModelSource, Progress, say
 from disco_ds.planner.report import gib, headline
-from disco_ds.planner.search import Plan, Planner, Request, changed
+from disco_ds.planner.search import Plan, Planner, Request, changed, with_accumulation
 from disco_ds.planner.write import ds_config as planned_ds_config
 
 WARN_ABOVE = 0.05
@@ -77,7 +77,9 @@ def fill_auto(
         "precision": setup.precision,
         "model": config.model.model_copy(update={"checkpointing": setup.checkpointing}),
     }
-    return RunConfig.model_validate(config.model_copy(update=changes).model_dump()), filled, plan
+    # what is a default stays one: a ds_config may differ from defaults, and not from what was given
+    given = config.model_copy(update=changes).model_dump(exclude_unset=True)
+    return RunConfig.model_validate(given), filled, plan
 
 
 def _request(
@@ -85,6 +87,10 @@ def _request(
 ) -> tuple[Request, ModelSource]:
     if config.optimizer.name not in OPTIMIZER_BYTES:
         raise ConfigError(f"--plan auto knows the optimizers {', '.join(OPTIMIZER_BYTES)}, not {config.optimizer.name}")
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    batches = (config.global_batch, config.micro_batch, *(content.get(key, "auto") for key in keys))
+    if any(value not in (None, "auto") for value in batches):
+        plan_batch(config, content, world_size, source)  # raises where run and ds_config contradict each other
     choices = from_ds_config.choices(content, world_size)
     if "stage" not in content.get("zero_optimization", {}):
         choices["zero"] = "auto"
@@ -94,19 +100,28 @@ def _request(
         if value is not None:
             choices[name] = value
     request = Request(
-        gpus=world_size,
-        device=device_here(device),
-        checkpointing=policy,
-        loss=config.loss.kind,
-        optimizer=config.optimizer.name,
-        **choices,
-    )
+        gpus=world_size, device=device_here(device), checkpointing=policy, optimizer=config.optimizer.name,
+        **_step_options(config), **choices,
+    )  # fmt: skip
+    request = with_accumulation(request, content)
     model_source = _source(config, progress)
     if device.type == "cpu":
         # a machine's memory is not the planner's to fill: a tenth of it, and no fragmentation to speak of
         request = changed(request, fragmentation=1.0, reserve_bytes=int(0.9 * request.device.usable_bytes))
     model = model_source.get(request.precision, "none" if policy == "auto" else policy, "flash", device.type)
     return changed(request, buckets=from_ds_config.buckets(content, model, device.type)), model_source
+
+
+def _step_options(config: RunConfig) -> dict[str, Any]:
+    """What a run says of its loss and of the cached form, as Request and Setup call it."""
+    return {
+        "loss": config.loss.kind,
+        "tile": config.loss.tile,
+        "keep_logits": config.loss.keep_logits,
+        "reuse_last": config.cached.reuse_last,
+        "reduce_once": config.cached.reduce == "once",
+        "images_on_device": "cached" if config.cached.images == "device" else False,
+    }
 
 
 def _source(config: RunConfig, progress: Progress) -> ModelSource:
@@ -153,10 +168,8 @@ def predict_run(
     here = device_here(device)
     setup = Setup(
         gpus=engine_config.batch.world_size, zero=engine_config.zero_stage, precision=engine_config.precision,
-        checkpointing=config.model.checkpointing, loss=config.loss.kind, offload=choices.get("offload", "none"),
-        optimizer=config.optimizer.name, tile=config.loss.tile, keep_logits=config.loss.keep_logits,
-        reuse_last=config.cached.reuse_last, reduce_once=config.cached.reduce == "once",
-        images_on_device=config.cached.images == "device" and engine_config.batch.accumulation > 1, device=device.type,
+        checkpointing=config.model.checkpointing, offload=choices.get("offload", "none"),
+        optimizer=config.optimizer.name, **_step_options(config), device=device.type,
         runtime_bytes=here.runtime_bytes(engine_config.batch.world_size) if device.type == "cuda" else 0,
         buckets=from_ds_config.buckets(engine_config.deepspeed, model, device.type),
     )  # fmt: skip

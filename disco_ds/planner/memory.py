@@ -47,9 +47,9 @@ class Setup:
     """Cached form: the last micro-batch's graph waits for its gradient while the loss is computed."""
     reduce_once: bool = True
     """Cached form: gradients are reduced after the last micro-batch only, and are whole on each rank until then."""
-    images_on_device: bool = False
-    """The whole batch lies on the device until backward is over: in the cached form between its two passes, and in
-    trainers whose loop keeps a name for it."""
+    images_on_device: bool | str = False
+    """The whole batch lies on the device until backward is over: "cached" in the cached form only, between its two
+    passes; True in trainers whose loop keeps a name for it."""
     device: str = "cuda"
     runtime_bytes: int = 0
     fragmentation: float = 1.0
@@ -132,7 +132,8 @@ class _Step:
         self.model, self.setup, self.trace = model, setup, trace
         self.batch, self.micro, self.cuts = batch, micro, batch // micro
         self.buckets = setup.buckets or default_buckets(model, setup.device)
-        self.held = setup.images_on_device or setup.device == "cpu"  # there the loader's batch is the step's
+        waiting = setup.images_on_device is True or (setup.images_on_device == "cached" and self.cuts > 1)
+        self.held = waiting or setup.device == "cpu"  # there the loader's batch is the step's
         self.p = model.parameters
         self.coalesced = setup.reduce_once and batch > micro and setup.zero > 0 and setup.offload == "none"
         self.share = -(-self.p // setup.gpus) if setup.zero else self.p

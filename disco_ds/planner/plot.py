@@ -57,7 +57,7 @@ def _memory(axes: Any, planner: Planner, plan: Plan) -> None:
     setup, limit = plan.setup, plan.request.limit_bytes
     pinned = changed(
         plan.request, zero=setup.zero, checkpointing=setup.checkpointing, global_batch=None, per_gpu_batch=None,
-        micro_batch=None,
+        micro_batch=None, accumulation=None,
     )  # fmt: skip
     largest = max(planner.largest(pinned).prediction.per_gpu_batch, 8)
     batches = sorted({max(1, round(largest * 1.25 * step / 48)) for step in range(1, 49)})
@@ -91,7 +91,7 @@ def _batches(axes: Any, planner: Planner, plan: Plan) -> None:
         for count in counts:
             request = changed(
                 plan.request, gpus=count, loss=loss, zero=plan.setup.zero, checkpointing=plan.setup.checkpointing,
-                global_batch=None, per_gpu_batch=None, micro_batch=None,
+                global_batch=None, per_gpu_batch=None, micro_batch=None, accumulation=None,
             )  # fmt: skip
             best = planner.largest(request)
             sizes.append(best.global_batch if best.fits else float("nan"))

@@ -7,7 +7,16 @@ from typing import Any
 
 from disco_ds.planner.coefficients import table
 from disco_ds.planner.memory import CATEGORIES, GIB
-from disco_ds.planner.search import MODEL_FLOPS_SHARE, Plan, Planner, Request, batch_per_gpu, changed
+from disco_ds.planner.search import (
+    MODEL_FLOPS_SHARE,
+    Plan,
+    Planner,
+    Request,
+    batch_per_gpu,
+    changed,
+    micro_batches,
+    stages,
+)
 
 SCHEMA = "disco-plan/1"
 """The version in ``--json``: the number changes when a field changes its meaning or goes."""
@@ -127,7 +136,8 @@ def what_if(planner: Planner, plan: Plan, count: int = 3) -> list[str]:
 def alternatives(planner: Planner, plan: Plan) -> list[str]:
     """What cached gradients would make of it."""
     request, setup, prediction = plan.request, plan.setup, plan.prediction
-    if request.micro_batch is not None or prediction.accumulation > 1 or not plan.fits:
+    cut_as_asked = request.micro_batch is not None or request.accumulation is not None
+    if cut_as_asked or prediction.accumulation > 1 or not plan.fits:
         return []
     lines = []
     if prediction.per_gpu_batch < request.min_micro_batch:
@@ -166,13 +176,13 @@ def text_report(planner: Planner, plan: Plan, name: str, near: Plan | None = Non
 def compare(planner: Planner, request: Request, losses: Sequence[str] = ("one_block", "disco", "clip")) -> str:
     """ZeRO x checkpointing x loss: the largest batch of each, or the peak where a batch was given."""
     given = request.global_batch is not None or request.per_gpu_batch is not None
-    stages = (0, 1, 2, 3) if request.offload == "none" else (2, 3)
+    columns = stages(changed(request, zero="auto"))
     head = "peak in GiB, * over the device" if given else "largest batch per GPU"
     lines = [f"{head}, {request.precision}, {request.gpus} x {request.device.name}"]
-    lines.append(f"  {'checkpointing':<14}{'loss':<12}" + "".join(f"{f'ZeRO {stage}':>12}" for stage in stages))
+    lines.append(f"  {'checkpointing':<14}{'loss':<12}" + "".join(f"{f'ZeRO {stage}':>12}" for stage in columns))
     for policy in planner.policies(changed(request, checkpointing="auto")):
         for loss in losses:
-            cells = [_cell(planner, changed(request, zero=s, checkpointing=policy, loss=loss), given) for s in stages]
+            cells = [_cell(planner, changed(request, zero=s, checkpointing=policy, loss=loss), given) for s in columns]
             lines.append(f"  {policy:<14}{loss:<12}" + "".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
 
@@ -180,7 +190,9 @@ def compare(planner: Planner, request: Request, losses: Sequence[str] = ("one_bl
 def _cell(planner: Planner, request: Request, given: bool) -> str:
     if given:
         setup = next(iter(planner.setups(request)))
-        plan = planner.plan(request, setup, batch_per_gpu(request), request.micro_batch)
+        batch = batch_per_gpu(request)
+        whole = request.micro_batch is None and request.accumulation is None
+        plan = planner.plan(request, setup, batch, batch if whole else micro_batches(request, batch)[0])
         return gib(plan.prediction.peak_bytes) + ("" if plan.fits else "*")
     plan = planner.largest(request)
     return str(plan.prediction.per_gpu_batch) if plan.fits else "-"

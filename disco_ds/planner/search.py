@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.loss_memory import keeps_logits
@@ -28,6 +29,8 @@ class Request:
     global_batch: int | None = None
     per_gpu_batch: int | None = None
     micro_batch: int | None = None
+    accumulation: int | None = None
+    """Micro-batches a step, as a ds_config's gradient_accumulation_steps says it."""
     zero: int | str = "auto"
     precision: str = "bf16"
     checkpointing: str = "auto"
@@ -40,6 +43,12 @@ class Request:
     min_micro_batch: int = 64
     bandwidth_gb_s: float = 50.0
     buckets: Buckets | None = None
+    tile: int | None = None
+    keep_logits: bool | str = "auto"
+    reuse_last: bool = False
+    reduce_once: bool = True
+    images_on_device: bool | str = False
+    """These five as in :class:`~disco_ds.planner.memory.Setup`."""
 
     @property
     def limit_bytes(self) -> int:
@@ -84,20 +93,21 @@ class Planner:
         self.source = source
 
     def setups(self, request: Request) -> Iterator[Setup]:
-        """Every combination of what the request leaves open."""
-        stages: tuple[int, ...] = (0, 1, 2, 3) if request.zero == "auto" else (int(request.zero),)
-        if request.offload == "all":
-            stages = tuple(stage for stage in stages if stage == 3)
-        elif request.offload == "optimizer":
-            stages = tuple(stage for stage in stages if stage > 0)
+        """Every combination of what the request leaves open.
+
+        Raises:
+            ConfigError: there is none.
+        """
         for policy in self.policies(request):
-            for stage in stages:
+            for stage in stages(request):
                 yield Setup(
                     gpus=request.gpus, zero=stage, precision=request.precision, checkpointing=policy,
                     loss=request.loss, attention=request.attention, offload=request.offload,
                     optimizer=request.optimizer,
                     runtime_bytes=request.device.runtime_bytes(request.gpus),
                     fragmentation=request.fragmentation, buckets=request.buckets,
+                    tile=request.tile, keep_logits=request.keep_logits, reuse_last=request.reuse_last,
+                    reduce_once=request.reduce_once, images_on_device=request.images_on_device,
                 )  # fmt: skip
 
     def policies(self, request: Request) -> tuple[str, ...]:
@@ -121,7 +131,7 @@ class Planner:
         """The answer to a request; where nothing fits, the plan that comes nearest.
 
         Raises:
-            ConfigError: a batch that does not divide.
+            ConfigError: a batch that does not divide, or settings that do not go together.
         """
         if request.global_batch is None and request.per_gpu_batch is None:
             return self.largest(request)
@@ -136,17 +146,17 @@ class Planner:
         return max(fitting, key=lambda plan: (plan.global_batch, -plan.step_s))
 
     def largest_of(self, request: Request, setup: Setup) -> Plan:
-        """The largest batch of one setup, in one pass, or cut into micro-batches of the size asked for.
+        """The largest batch of one setup, in one pass, or cut into micro-batches of the size or number asked for.
 
-        A multiple of 8 pairs from 8 on, for the matrix units.
+        What goes through at once is a multiple of 8 pairs from 8 on, for the matrix units.
         """
-        micro = request.micro_batch
+        micro, times = request.micro_batch, request.accumulation or 1
 
-        def batch(units: int) -> int:
-            return units if micro is None else units * micro
+        def cut(units: int) -> tuple[int, int]:
+            return (units * times, units) if micro is None else (units * micro, micro)
 
         def fits(units: int) -> bool:
-            return self.predict(setup, batch(units), micro).peak_bytes <= request.limit_bytes
+            return self.predict(setup, *cut(units)).peak_bytes <= request.limit_bytes
 
         low = 0
         for power in range(22, -1, -1):
@@ -154,14 +164,14 @@ class Planner:
                 low = 1 << power
                 break
         if low == 0:
-            return self.plan(request, setup, batch(1), micro)
+            return self.plan(request, setup, *cut(1))
         high = 2 * low
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         if micro is None and low >= 8:
             low -= low % 8
-        return self.plan(request, setup, batch(low), micro)
+        return self.plan(request, setup, *cut(low))
 
     def fastest(self, request: Request, batch: int) -> Plan:
         """The plan for a given batch with the least estimated time; where none fits, the one nearest to fitting."""
@@ -183,7 +193,9 @@ class Planner:
         setup = prediction.setup
         model = self.source.get(setup.precision, setup.checkpointing, setup.attention, setup.device)
         forward = model.traces[setup.trace_key].forward_flops * prediction.per_gpu_batch
-        passes = 3.0 + recomputed(setup.checkpointing) + (1.0 if prediction.accumulation > 1 else 0.0)
+        passes = 3.0 + recomputed(setup.checkpointing)
+        if prediction.accumulation > 1:
+            passes += 1.0 - setup.reuse_last / prediction.accumulation
         rate = request.device.tflops * 1e12 * MODEL_FLOPS_SHARE * (0.5 if setup.precision == "fp32" else 1.0)
         compute = (forward * passes + loss_flops(setup, prediction.per_gpu_batch, model.embed_dim)) / rate
         if setup.gpus == 1:
@@ -191,6 +203,38 @@ class Planner:
         sent = reduction_bytes(setup, model.parameters, prediction.accumulation)
         sent += 8 * prediction.per_gpu_batch * (setup.gpus - 1) * model.embed_dim  # features gathered, reduced back
         return compute + sent / (request.bandwidth_gb_s * 1e9)
+
+
+def stages(request: Request) -> tuple[int, ...]:
+    """The ZeRO stages that a request allows, at least one.
+
+    Raises:
+        ConfigError: offload needs another stage than the one given, or there is no such stage or offload.
+    """
+    lowest = {"none": 0, "optimizer": 1, "all": 3}
+    if request.offload not in lowest:
+        raise ConfigError(f"--offload {request.offload}: expected {', '.join(lowest)}")
+    needed = lowest[request.offload]
+    if request.zero == "auto":
+        return tuple(range(needed, 4))
+    if request.zero not in (0, 1, 2, 3):
+        raise ConfigError(f"--zero {request.zero}: expected 0, 1, 2, 3 or auto")
+    if int(request.zero) < needed:
+        what, at = ("parameters go", "3") if request.offload == "all" else ("the optimizer's states go", "1, 2 or 3")
+        raise ConfigError(f"--offload {request.offload}: {what} to the host at --zero {at} only, not at {request.zero}")
+    return (int(request.zero),)
+
+
+def with_accumulation(request: Request, content: dict[str, Any]) -> Request:
+    """The request with a ds_config's gradient_accumulation_steps, whoever gave batch and micro-batch."""
+    steps = content.get("gradient_accumulation_steps", "auto")
+    if steps == "auto":
+        return request
+    request = changed(request, accumulation=steps)
+    open_batch = request.global_batch is None and request.per_gpu_batch is None
+    if open_batch and request.micro_batch is not None:
+        return changed(request, per_gpu_batch=request.micro_batch * steps)
+    return request
 
 
 def batch_per_gpu(request: Request) -> int:
@@ -221,8 +265,10 @@ def micro_batches(request: Request, batch: int) -> list[int]:
     """Sizes to try, largest first: the whole batch, then divisors down to the smallest that feeds a device.
 
     Raises:
-        ConfigError: the micro-batch asked for does not divide the batch.
+        ConfigError: the micro-batch asked for does not divide the batch, or their number does not.
     """
+    if request.accumulation is not None:
+        return [_micro_of_accumulation(request, batch, request.accumulation)]
     if request.micro_batch is not None:
         if batch % request.micro_batch:
             raise ConfigError(
@@ -233,6 +279,22 @@ def micro_batches(request: Request, batch: int) -> list[int]:
     divisors = [batch // k for k in range(1, batch + 1) if batch % k == 0]
     feeding = [d for d in divisors if d >= min(request.min_micro_batch, batch)]
     return feeding or [batch]
+
+
+def _micro_of_accumulation(request: Request, batch: int, steps: int) -> int:
+    if batch % steps:
+        low = batch // steps * steps
+        near = " and ".join(str(value) for value in (low, low + steps) if value > 0)
+        raise ConfigError(
+            f"gradient_accumulation_steps {steps} does not divide the batch of {batch} pairs per GPU; nearest batches "
+            f'that do: {near}. Or write "auto" for it in the ds_config'
+        )
+    if request.micro_batch not in (None, batch // steps):
+        raise ConfigError(
+            f"a micro-batch of {request.micro_batch} pairs x gradient_accumulation_steps {steps} is not the batch of "
+            f'{batch} pairs per GPU; write "auto" for one of them in the ds_config'
+        )
+    return batch // steps
 
 
 def recomputed(policy: str) -> float:
@@ -252,7 +314,8 @@ def loss_flops(setup: Setup, batch: int, width: int) -> float:
     if setup.loss in ("disco", "open_clip"):
         return 6 * 2.0 * batch * total * width
     backward = 4 if setup.precision == "bf16" else 2  # 16-bit features take the gradient in two parts
-    again = setup.loss == "one_block" and not keeps_logits(batch, total)
+    keeps = keeps_logits(batch, total) if setup.keep_logits == "auto" else setup.keep_logits
+    again = setup.loss == "one_block" and not keeps
     return (1 + again + backward) * 2.0 * batch * total * width
 
 
