@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from PIL import ImageColor
@@ -28,8 +28,12 @@ MAX_LOGIT_SCALE = math.log(100.0)
 """Upper clamp of logit_scale (Radford et al. 2021, section 2.5): the softmax temperature never falls below 0.01."""
 
 
+Average = Annotated[float, Field(ge=0, lt=1)]
+"""What an exponential moving average keeps of its last value."""
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelConfig(_Section):
@@ -124,7 +128,7 @@ class LossConfig(_Section):
     keep_logits: bool | Literal["auto"] = "auto"
     """Keep the rank's block of logits for the second pass (faster) or recompute it (smaller). one_block only."""
     overlap: bool | Literal["auto"] = "auto"
-    """Gather the texts while the images are encoded (one_block, ZeRO 0 to 2). auto: on GPUs."""
+    """Gather texts while images are encoded: one_block, whole (not cached) steps, ZeRO 0 to 2 only. auto: on GPUs."""
 
     @model_validator(mode="after")
     def _options_of_the_kind(self) -> LossConfig:
@@ -132,6 +136,8 @@ class LossConfig(_Section):
             raise ValueError(f"loss.tile: the loss {self.kind!r} has no tiles; leave it out")
         if self.keep_logits != "auto" and self.kind != "one_block":
             raise ValueError(f"loss.keep_logits: the loss {self.kind!r} has no such choice; leave it out")
+        if self.overlap is True and self.kind != "one_block":
+            raise ValueError(f"loss.overlap: the loss {self.kind!r} does not gather texts ahead; leave it out")
         return self
 
     def options(self) -> dict[str, Any]:
@@ -160,9 +166,9 @@ class OptimizerConfig(_Section):
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.2
     """Decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.98)
-    """Adam's averaging coefficients."""
-    eps: float = Field(1e-6, gt=0)
+    betas: tuple[Average, Average] = (0.9, 0.98)
+    """Adam's averaging coefficients, each from 0 to below 1."""
+    eps: float = Field(1e-6, gt=0, le=1)
     """Adam's denominator floor."""
     clip_norm: NonNegativeFloat = 1.0
     """The global gradient norm is clipped to this. 0: no clipping."""
@@ -170,6 +176,16 @@ class OptimizerConfig(_Section):
     """Learning rate of a block = lr x this to the power of the blocks behind it (fine-tuning). 1: the same for all."""
     max_skipped: PositiveInt = 10
     """Steps in a row that may be skipped for a loss or gradient that is not finite; one more ends the run."""
+
+    @model_validator(mode="after")
+    def _decay_shrinks(self) -> OptimizerConfig:
+        share = self.lr * self.weight_decay
+        if share >= 1:
+            raise ValueError(
+                f"optimizer.weight_decay {self.weight_decay:g} x optimizer.lr {self.lr:g} is the share of each weight "
+                f"that a step takes away: expected less than 1, found {share:g}"
+            )
+        return self
 
 
 class ScheduleConfig(_Section):
@@ -215,11 +231,16 @@ class EvaluationConfig(_Section):
     every_steps: PositiveInt | None = None
     """Evaluate every so many steps. None: at the end only."""
     classes: list[str] | Path | None = None
-    """Class names for zero-shot accuracy: a list, or a text file with one a line. Samples name theirs in .cls."""
+    """Class names for zero-shot accuracy: a list, a text file with one a line, or "imagenet". Samples' are in .cls."""
     templates: list[str] | Path = ["a photo of a {}."]
-    """Prompts for the classes, with {} for the name: a list, or a text file with one a line; averaged as CLIP does."""
+    """Prompts with {} for the class, averaged: one, a list, a file with one a line, "openai" (80) or "simple" (7)."""
     batch: PositiveInt = 256
     """Samples a rank encodes at a time."""
+
+    @field_validator("templates", mode="before")
+    @classmethod
+    def _one_template(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) and "{}" in value else value
 
 
 class LoggingConfig(_Section):

@@ -14,6 +14,7 @@ from disco_ds.config import RunConfig, total_steps
 from disco_ds.ds_checks import read_ds_config
 from disco_ds.ds_config import fill_buckets, resolve
 from disco_ds.errors import ConfigError
+from disco_ds.evaluation.zeroshot import TEMPLATES
 from disco_ds.planner import from_ds_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +95,18 @@ def test_resolved_config_reads_back(tmp_path):
         (["stray"], ["'stray'"]),
         (["--loss.kind", "clip", "--loss.tile", "8"], ["loss.tile", "'clip'"]),
         (["--loss.kind", "sigmoid", "--loss.keep_logits", "true"], ["loss.keep_logits", "'sigmoid'"]),
+        (["--loss.kind", "disco", "--loss.overlap", "true"], ["loss.overlap", "'disco'"]),
         (["--config", "missing.yaml"], ["missing.yaml", "cannot be read"]),
+        (["--optimizer.betas", "0.9", "1.5"], ["--optimizer.betas", "less than 1", "'1.5'"]),
+        (["--optimizer.betas", "-0.1", "0.9"], ["--optimizer.betas", "greater than or equal to 0"]),
+        (["--optimizer.betas", "0.9"], ["--optimizer.betas: expected 2 values, found 1: 0.9"]),
+        (["--optimizer.betas", "0.9", "0.95", "0.99"], ["--optimizer.betas: expected 2 values, found 3: 0.9 0.95"]),
+        (["--optimizer.lr", "inf"], ["--optimizer.lr", "finite", "'inf'"]),
+        (["--optimizer.weight_decay", "nan"], ["--optimizer.weight_decay", "finite"]),
+        (["--optimizer.weight_decay", "20", "--optimizer.lr", "0.1"], ["optimizer.weight_decay 20", "less than 1"]),
+        (["--optimizer.eps", "1e6"], ["--optimizer.eps", "less than or equal to 1"]),
+        (["--schedule.lr_end", "inf"], ["--schedule.lr_end", "finite"]),
+        (["--data.weights", "nan"], ["--data.weights", "finite"]),
     ],
 )
 def test_named_errors_of_flags(argv, words):
@@ -108,7 +120,8 @@ def test_named_errors_of_flags(argv, words):
         ("data: {trian: x}\nsteps: 1", ["data.trian", "'data.train'"]),
         ("optimiser: {lr: 1}\ndata: {train: x}\nsteps: 1", ["optimiser", "'optimizer'"]),
         ("data: {train: x}\nsteps: 1\noptimizer: 3", ["optimizer", "3"]),
-        ("steps: 1", ["data", "required"]),
+        ("steps: 1", ["bad.yaml: data.train: required", "--data.train VALUE"]),
+        ("data: {train: x}\nsteps: 1\noptimizer: {betas: 0.9}", ["bad.yaml: optimizer.betas: expected 2 values"]),
         ("data: {train: x}", ["steps", "samples", "neither"]),
         ("- a\n- b", ["mapping", "list"]),
         ("a: [", ["not valid YAML"]),
@@ -120,6 +133,24 @@ def test_named_errors_of_files(tmp_path, text, words):
     message = refused("--config", str(path))
     assert "bad.yaml" in message or "neither" in message
     assert all(word in message for word in words), message
+
+
+def test_one_template_is_no_file(tmp_path):
+    config, _ = parse(*BASE, "--evaluation.templates", "a photo of a {}.")
+    assert config.evaluation.templates == ["a photo of a {}."]
+    (tmp_path / "run.yaml").write_text('data: {train: x}\nsteps: 1\nevaluation: {templates: "{}"}')
+    assert parse("--config", str(tmp_path / "run.yaml"))[0].evaluation.templates == ["{}"]
+    config, _ = parse(*BASE, "--evaluation.templates", "prompts.txt")
+    assert config.evaluation.templates == Path("prompts.txt")
+
+
+def test_the_bounds_of_the_optimizer_can_be_reached():
+    config, _ = parse(*BASE, "--optimizer.betas", "0", "0.999", "--optimizer.eps", "1", "--optimizer.weight_decay", "0")
+    assert (config.optimizer.betas, config.optimizer.eps) == ((0.0, 0.999), 1.0)
+
+
+def test_every_loss_may_say_that_nothing_overlaps():
+    assert parse(*BASE, "--loss.kind", "clip", "--loss.overlap", "false")[0].loss.overlap is False
 
 
 @pytest.mark.parametrize("kind", ["one_block", "disco", "clip", "sigmoid"])
@@ -137,6 +168,8 @@ def test_help_explains_every_field(capsys):
     for name, field in options.leaf_fields():
         assert f"--{name} " in text
         assert field.description, f"{name} has no docstring"
+    for name in ("imagenet", *TEMPLATES):  # sets of classes and prompts by name
+        assert f'"{name}"' in text
 
 
 def test_total_steps_rounds_up():

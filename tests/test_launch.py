@@ -130,6 +130,14 @@ def test_a_run_leaves_what_it_promises(plain):
         assert noise not in output, output
 
 
+def test_the_docs_tell_of_every_file_and_number(plain):
+    folder, page = plain[0] / "run", (ROOT / "docs" / "evaluation.md").read_text()
+    for path in folder.iterdir():
+        assert f"`{path.name}/`" in page if path.is_dir() else f"`{path.name}`" in page, path.name
+    names = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {name for name in names if f"`{name}`" not in page and not name.startswith("time_in_")} == set()
+
+
 @pytest.mark.parametrize(
     ("launcher", "ranks", "arguments"),
     [

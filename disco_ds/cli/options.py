@@ -155,17 +155,29 @@ def _set(target: dict[str, Any], dotted: str, value: Any, source: str) -> None:
     target[leaf] = value
 
 
+def _tuple_length(field: FieldInfo) -> int | None:
+    """How many values the field takes, where that is a fixed number."""
+    return len(get_args(field.annotation)) if get_origin(field.annotation) is tuple else None
+
+
 def _explain(error: ValidationError, flags: set[str], source: str) -> str:
-    known = [name for name, _ in leaf_fields()]
+    fields = dict(leaf_fields())
+    known = list(fields)
     groups = sorted({name.rpartition(".")[0] for name in known if "." in name})
     lines = []
     for item in error.errors():
         path = [str(part) for part in item["loc"]]
         # a union adds its branch to the path (data.train.str): cut back to the field itself
         name = next((d for n in range(len(path), 0, -1) if (d := ".".join(path[:n])) in known), ".".join(path))
+        if item["type"] == "missing" and name in groups:  # a section without which there is no run: its first field
+            name = next(leaf for leaf, field in fields.items() if leaf.startswith(f"{name}.") and field.is_required())
         where = f"--{name}" if name in flags else f"{source}: {name}" if name else source
         found = item["input"]
-        if item["type"] == "extra_forbidden":
+        length = _tuple_length(fields[name]) if name in fields else None
+        if length is not None and item["type"] in ("missing", "too_long", "tuple_type"):
+            given = list(found) if isinstance(found, (list, tuple)) else [found]
+            lines.append(f"{where}: expected {length} values, found {len(given)}: {' '.join(map(str, given))}")
+        elif item["type"] == "extra_forbidden":
             lines.append(f"{where}: there is no such field.{nearest(name, known + groups)}")
         elif item["type"] == "missing":
             lines.append(f"{where}: required and not given (--{name} VALUE, or {name} in the file of --config)")
