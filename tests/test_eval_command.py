@@ -231,9 +231,12 @@ def test_mistakes_are_one_line(exports, data, capsys, words, told):
 def test_help_fits_a_screen(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    lines = capsys.readouterr().out.rstrip().splitlines()
+    shown = capsys.readouterr().out
+    lines = shown.rstrip().splitlines()
     assert len(lines) <= 40
     assert lines[-1].startswith("disco-eval ")
+    for default in ("(default: the run's; 256)", "(default: the run's; 4 at most)"):
+        assert default in " ".join(shown.split())
 
 
 def test_the_commands_are_on_the_path():

@@ -68,8 +68,8 @@ def _parser() -> Parser:
     add("--templates", metavar="FILE|openai|simple", help='prompts with {}, one a line ("a photo of a {}.")')
     add("--no-retrieval", action="store_true", help="zero-shot only; images need no captions")
     add("--confusion", type=Path, metavar="FILE.png", help="picture: which class is ranked first for which")
-    add("--batch", metavar="N", help="encoded at a time on each rank (default: 256)")
-    add("--workers", metavar="N", help="loader processes of each rank (default: 4 at most)")
+    add("--batch", metavar="N", help="encoded at a time on each rank (default: the run's; 256)")
+    add("--workers", metavar="N", help="loader processes of each rank (default: the run's; 4 at most)")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     add("--json", action="store_true", help="one JSON object, for scripts (docs/evaluation.md)")
     for name, field in leaf_fields():
