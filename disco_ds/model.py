@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from disco_ds.activations import apply_policy
 from disco_ds.config import MAX_LOGIT_SCALE, ModelConfig
 from disco_ds.errors import ConfigError, nearest
-from disco_ds.pretrained import HUB, LOCAL, Source, find_source, fitted, schema_config
+from disco_ds.pretrained import HUB, LOCAL, Source, find_source, fitted, known_preprocess, schema_config
 from disco_ds.saved_model import open_clip_state_dict as open_clip_state_dict
 
 MODEL_CONFIGS = Path(__file__).parent / "model_configs"
@@ -221,7 +221,7 @@ def build_model(
     source = source or find_source(config)
     weights: Any = None
     if source is not None:
-        options["force_preprocess_cfg"] = {key: source.preprocess[key] for key in source.preprocess if key != "size"}
+        options["force_preprocess_cfg"] = _but_size(source.preprocess)
         weights = source.read()
         if not isinstance(weights, Path):
             empty = _create(config, name, device="meta")
@@ -235,6 +235,23 @@ def build_model(
     model = TwoTowers(clip, config.freeze)
     apply_policy(trained_towers(model), config.checkpointing, by_deepspeed=deepspeed_checkpointing)
     return model
+
+
+def build_empty(config: ModelConfig) -> TwoTowers:
+    """The model of a run without weights, on the meta device: with the preprocessing that :func:`build_model` gives it.
+
+    No weights are read or downloaded. Where the preprocessing belongs to weights that cannot be found, open_clip's own
+    is assumed, with a warning.
+
+    Raises:
+        ConfigError: unknown model, or a config that open_clip refuses.
+    """
+    name = _registered_name(config)
+    return TwoTowers(_create(config, name, device="meta", force_preprocess_cfg=_but_size(known_preprocess(config))))
+
+
+def _but_size(preprocess: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in preprocess.items() if key != "size"}  # the size is the model's
 
 
 def _create(config: ModelConfig, name: str, *, device: str = "cpu", quiet: bool = False, **options: Any) -> Any:

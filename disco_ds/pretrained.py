@@ -94,10 +94,13 @@ def source_of_run(saved: SavedModel) -> Source:
 
 def known_preprocess(config: ModelConfig) -> dict[str, Any]:
     """The preprocessing that belongs to a model, though its initial weights may have gone since: {} if unknown."""
+    where, named = ("model.pretrained", config.pretrained) if config.pretrained else ("model.name", config.name)
     try:
+        if named.startswith((LOCAL, HUB)):  # the description beside the weights is enough
+            return schema_config(named, where).get("preprocess_cfg", {})
         source = find_source(config)
     except (ConfigError, CheckpointError) as error:
-        log.warning("the preprocessing of %s is not known, open_clip's own is assumed: %s", config.pretrained, error)
+        log.warning("the preprocessing of %s is not known, open_clip's own is assumed: %s", named, error)
         return {}
     return source.preprocess if source is not None else {}
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 from PIL import Image
 
 from disco_ds.cli.data import main
+from disco_ds.cli.data_options import preparation
+from disco_ds.config import ModelConfig, RunConfig
 from disco_ds.data.fonts import Face, font_for, installed, lacking
 from disco_ds.data.sheet import MIN_CELL_PX, Tile, contact_sheet, to_picture, wrap
+from disco_ds.model import build_model, build_transform
 from tests.shards import image_bytes, make_shards, write_shard
+from tests.tiny import TINY
 
 LONG = "a " + "very " * 300 + "long caption"
 TEXTS = ["short", LONG, "http://example.com/" + "x" * 300, "Красная машина у реки", "قطة على كرسي", "雨の日", "😀", ""]
@@ -36,6 +42,35 @@ def test_fewer_samples_than_places(tmp_path, capsys):
     make_shards(tmp_path, [2, 1])
     assert main(["show", str(tmp_path), "--model", "demo", "--out", str(tmp_path / "s.png"), "--count", "16"]) == 0
     assert "3 images" in capsys.readouterr().out
+
+
+def test_a_runs_images_are_prepared_as_its_weights_want_them(tmp_path, capsys, caplog):
+    """The transform is that of training, from a folder named by model.pretrained or model.name; no weights are read."""
+    make_shards(tmp_path / "d", [3])
+    preprocess = {"mean": [0.5] * 3, "std": [0.4] * 3, "interpolation": "bilinear", "resize_mode": "squash"}
+    hub, run = tmp_path / "hub", tmp_path / "run.yaml"
+    hub.mkdir()
+    (hub / "open_clip_config.json").write_text(json.dumps({"model_cfg": TINY, "preprocess_cfg": preprocess}))
+    weights = hub / "open_clip_pytorch_model.bin"
+    image = Image.effect_mandelbrot((50, 30), (-2, -1, 1, 1), 20).convert("RGB")
+    words = ["show", "--run", str(run), "--out", str(tmp_path / "s.png")]
+    for model in ({"name": "tiny", "config": TINY, "pretrained": str(hub)}, {"name": f"local-dir:{hub}"}):
+        torch.save(open_clip.model.CLIP(**TINY).state_dict(), weights)
+        run.write_text(json.dumps({"steps": 1, "model": model, "data": {"train": str(tmp_path / "d")}}))
+        trained = build_model(ModelConfig(**model), seed=0)
+        weights.write_bytes(b"none of these are read")
+        prepared = preparation(RunConfig(**json.loads(run.read_text())), training=False)
+        assert (prepared.mean, prepared.std) == ((0.5,) * 3, (0.4,) * 3)
+        assert torch.equal(prepared.transform(image), build_transform(trained, training=False)(image))
+        assert main(words) == 0
+        assert "3 images of 32 x 32 pixels" in capsys.readouterr().out
+    weights.unlink()
+    assert preparation(RunConfig(**json.loads(run.read_text()))).mean == (0.5,) * 3  # its description is enough
+    assert not caplog.records
+    model = {"name": "tiny", "config": TINY, "pretrained": str(tmp_path / "gone.pt")}
+    run.write_text(json.dumps({"steps": 1, "model": model, "data": {"train": str(tmp_path / "d")}}))
+    assert main(words) == 0
+    assert "gone.pt is not known, open_clip's own is assumed" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -114,15 +114,16 @@ class Preparation:
 
 
 def preparation(run: RunConfig, training: bool = True) -> Preparation:
-    """The transform and the tokenizer of the run's model, which is built without weights.
+    """The transform and the tokenizer of the run's model, as training has them; it is built without weights.
+
+    Where the transform belongs to weights that cannot be found any more, open_clip's own is taken, with a warning.
 
     Raises:
         ConfigError: no such model, or its tokenizer cannot be had.
     """
-    from disco_ds.model import build_tokenizer, build_transform, context_length, preprocessing
-    from disco_ds.planner.trace import build_meta
+    from disco_ds.model import build_empty, build_tokenizer, build_transform, context_length, preprocessing
 
-    model = build_meta(run.model)
+    model = build_empty(run.model)
     config = preprocessing(model)
     return Preparation(
         transform=build_transform(model, training=training, augment=run.data.augment),
