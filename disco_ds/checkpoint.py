@@ -50,10 +50,12 @@ class RunState:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint and the run that loads it have to agree on, and the sharding that may differ."""
+    """What a checkpoint and the run that loads it have to agree on, and the sharding and precision that may differ."""
 
     world_size: int
     zero_stage: int
+    precision: str
+    global_batch: int
     model: dict[str, Any]
     optimizer: str
 
@@ -110,11 +112,12 @@ def shared_faults(path: Path) -> list[str]:
     return list(dict.fromkeys(fault for found in everyone for fault in found))
 
 
-def check_resumable(path: Path, run: Identity) -> None:
-    """Refuse, before anything is built, a checkpoint that does not fit this run.
+def check_resumable(path: Path, run: Identity) -> dict[str, Any] | None:
+    """Refuse, before anything is built, a checkpoint that does not fit this run; returns its place in the data.
 
     Raises:
-        CheckpointError: another model or optimizer, or another sharding where it cannot be converted.
+        CheckpointError: another model, optimizer or global batch, or another sharding or precision where it cannot be
+            converted.
     """
     manifest = files.read_manifest(path)
     if manifest["model"] != run.model:
@@ -124,11 +127,24 @@ def check_resumable(path: Path, run: Identity) -> None:
             f"{path} was saved with optimizer.name {manifest['optimizer']}, this run has {run.optimizer}: use that "
             "one, or start a new run from its weights"
         )
+    if manifest.get("global_batch", run.global_batch) != run.global_batch:
+        raise CheckpointError(
+            f"{path} was saved with a global batch of {manifest['global_batch']}, this run has {run.global_batch}: the "
+            "run's length, schedule and place in the data are counted in batches. Keep it (other ranks and "
+            "micro-batches are free), or start a new run from its weights: another --name, --model.pretrained "
+            f"{path}"
+        )
     stage = manifest["zero_stage"]
+    if stage == run.zero_stage == 0 and manifest.get("precision", run.precision) != run.precision:
+        raise CheckpointError(
+            f"{path} was saved in {manifest['precision']}, this run has precision {run.precision}: at ZeRO stage 0 the "
+            "optimizer's file is of one precision. Use that one, or ZeRO stage 1, which gives the same steps"
+        )
     if stage != run.zero_stage and run.zero_stage == 0:
         raise CheckpointError(
             f"{path} was saved at ZeRO stage {stage}, the ds_config says 0: use 1, 2 or 3 (1 gives the same steps)"
         )
+    return manifest["state"]["cursor"]
 
 
 def save_checkpoint(engine: Any, folder: Path, state: RunState, identity: Identity, retention: Retention) -> Path:
@@ -190,8 +206,8 @@ def _publish(unfinished: Path, target: Path, manifest: dict[str, Any], retention
 def load_checkpoint(engine: Any, path: Path, identity: Identity) -> RunState:
     """Put weights, optimizer and random states back; returns the rest. A collective: call it on every rank.
 
-    With the number of ranks and ZeRO stage that saved it the next step is the same to the last bit. With others,
-    weights and optimizer states are the same and the random states are drawn anew.
+    With the number of ranks, ZeRO stage and precision that saved it the next step is the same to the last bit. With
+    others, weights and optimizer states are the same, and on other ranks the random states are drawn anew.
 
     Args:
         path: a checkpoint that verifies, see :func:`choose_checkpoint`.
@@ -202,8 +218,9 @@ def load_checkpoint(engine: Any, path: Path, identity: Identity) -> RunState:
     """
     manifest = files.read_manifest(path)
     same_ranks, stage = manifest["world_size"] == identity.world_size, manifest["zero_stage"]
+    same_files = stage == identity.zero_stage and manifest.get("precision", identity.precision) == identity.precision
     with _own_hyperparameters(engine):
-        if stage == identity.zero_stage and (same_ranks or stage == 0):
+        if same_files and (same_ranks or stage == 0):
             loaded, _ = engine.load_checkpoint(str(path), tag=ENGINE, load_lr_scheduler_states=False)
             if loaded is None:
                 raise CheckpointError(f"{path}: DeepSpeed found nothing to load in it")

@@ -127,6 +127,26 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def set_aside(folder: Path, after: int) -> Path | None:
+    """Move what a run has saved after a step that it goes back to into a folder ``aside-…`` beside; None: nothing.
+
+    There it counts for nothing any more: neither is it the newest, nor does it use up what retention keeps.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    later = [path for path in folder.iterdir() if step_of(path) > after]
+    if not later:
+        return None
+    number = 1 + sum(1 for _ in folder.glob("aside-*"))
+    while (aside := folder / f"aside-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    return aside
+
+
 def publish(unfinished: Path, target: Path, manifest: dict[str, Any]) -> None:
     """Add the manifest to a folder whose files are flushed, and give it its name.
 
@@ -140,7 +160,7 @@ def publish(unfinished: Path, target: Path, manifest: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     for folder in (*{path.parent for path in unfinished.rglob("*")}, unfinished):
         flush_folder(folder)
-    if target.exists():  # a damaged one that the run fell back from, and came past again
+    if target.exists():  # a folder of that name without a manifest
         remove(target)
     os.rename(unfinished, target)
     flush_folder(target.parent)

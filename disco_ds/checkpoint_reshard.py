@@ -1,4 +1,4 @@
-"""A checkpoint into an engine with another number of ranks or another ZeRO stage (1 to 3).
+"""A checkpoint into an engine with another number of ranks, precision or ZeRO stage (1 to 3).
 
 Every rank reads, of every parameter, the elements that its own partition holds.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from disco_ds.checkpoint import Identity, RunState, check_resumable, choose_checkpoint, load_checkpoint
+from disco_ds.checkpoint_files import set_aside, step_of
 from disco_ds.config import RunConfig, total_steps
+from disco_ds.data.cursor import check_stream
 from disco_ds.data.heldout import probe, read_heldout
-from disco_ds.data.sources import expand
+from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import TrainStream
 from disco_ds.ds_checks import read_ds_config, uses_deepspeed_checkpointing
 from disco_ds.ds_config import BatchPlan, EngineConfig, resolve
@@ -111,7 +114,10 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
     config, engine_config, planned = _resolve(config, ds_config, device, plan)
     global_batch = engine_config.batch.global_batch
     folder = config.runs_dir / config.name
-    identity = Identity(world_size, engine_config.zero_stage, model_identity(config), config.optimizer.name)
+    identity = Identity(
+        world_size, engine_config.zero_stage, engine_config.precision, global_batch, model_identity(config),
+        config.optimizer.name,
+    )  # fmt: skip
     checkpoint = _check_cheaply(config, engine_config, folder, identity)
 
     model = _build_towers(config, engine_config)
@@ -123,9 +129,10 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
 
     torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks; a checkpoint brings its own
     engine = build_engine(model, config.optimizer, engine_config)
-    state = RunState(step=0, samples_seen=0, cursor=None)
+    state, aside = RunState(step=0, samples_seen=0, cursor=None), None
     if checkpoint is not None:
         state = load_checkpoint(engine, checkpoint, identity)
+        aside = _leave_behind(checkpoint, folder / "checkpoints")
     stream = TrainStream(
         config.data, global_batch=global_batch, rank=rank, world_size=world_size, seed=config.seed,
         transform=transform, tokenizer=tokenizer, cursor=state.cursor,
@@ -152,7 +159,25 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
     if rank == 0:
         (folder / "config.yaml").write_text(config.to_yaml())
         telemetry.say(describe(run, checkpoint) + (f"\n  planned   {planned}" if planned else ""))
+        if aside is not None:
+            telemetry.say(
+                f"what was saved after step {state.step} is now in {aside}: the run takes another way from there"
+            )
     return run
+
+
+def _leave_behind(checkpoint: Path, folder: Path) -> Path | None:
+    """Of the run's own checkpoints, those after the one it goes on from: of a way not taken, or damaged."""
+
+    def act() -> Path | None:
+        if checkpoint.parent.resolve() != folder.resolve():
+            return None
+        try:
+            return set_aside(folder, after=step_of(checkpoint))
+        except OSError as error:
+            raise CheckpointError(f"what was saved after {checkpoint} could not be moved aside: {error}") from error
+
+    return on_rank_0(act)
 
 
 def _check_cheaply(config: RunConfig, engine_config: EngineConfig, folder: Path, identity: Identity) -> Path | None:
@@ -162,10 +187,11 @@ def _check_cheaply(config: RunConfig, engine_config: EngineConfig, folder: Path,
     check_optimizer(config.optimizer, zero_stage=engine_config.zero_stage, offload=offload)
     check_logging(config.logging)
     check_evaluation(config.evaluation)
-    on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
+    sources = on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
     checkpoint = choose_checkpoint(config.resume, folder / "checkpoints")
-    if checkpoint is not None:
-        on_rank_0(lambda: check_resumable(checkpoint, identity))
+    cursor = None if checkpoint is None else on_rank_0(lambda: check_resumable(checkpoint, identity))
+    check_stream(config.data, sources, identity.global_batch, identity.world_size, config.seed, cursor)
+    on_rank_0(lambda: check_writable(folder))
     return checkpoint
 
 
@@ -225,10 +251,24 @@ def model_identity(config: RunConfig) -> dict[str, Any]:
     return config.model.model_dump(mode="json", include={"name", "config", "freeze", "image_size", "context_length"})
 
 
-def _find_shards(config: RunConfig) -> None:
-    expand(config.data.train, "data.train")
+def _find_shards(config: RunConfig) -> list[Source]:
     if config.data.val is not None:
         expand(config.data.val, "data.val")
+    return expand(config.data.train, "data.train")
+
+
+def check_writable(folder: Path) -> None:
+    """Make the run's folder.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"runs_dir: nothing can be written to {folder}: {error}. Choose another --runs_dir") from None
 
 
 def _probe(config: RunConfig, transform: Callable[[Any], torch.Tensor]) -> None:

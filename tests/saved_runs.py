@@ -50,7 +50,7 @@ def save_runs(folder, cases):
         for seed in (1, 2):
             images, texts = tiny_batch(BATCH, seed)
             step(images[own_rows()], texts[own_rows()])
-        identity = Identity(dist.get_world_size(), RUNS[case]["stage"], model_of(case), "adamw")
+        identity = Identity(dist.get_world_size(), RUNS[case]["stage"], "fp32", 8, model_of(case), "adamw")
         run = Path(folder) / case
         save_checkpoint(engine, run / "checkpoints", RunState(2, 2 * BATCH, None), identity, Retention(1))
         if dist.get_rank() == 0:

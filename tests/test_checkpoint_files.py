@@ -80,6 +80,17 @@ def test_publishing_takes_the_place_of_a_damaged_one(tmp_path):
     assert (path / "engine" / "a.pt").read_bytes() == b"new"
 
 
+def test_what_comes_after_a_step_is_moved_aside_and_never_counts_again(tmp_path):
+    for step in (4, 8, 12):
+        make(tmp_path, step)
+    assert files.set_aside(tmp_path, after=12) is None
+    assert files.set_aside(tmp_path, after=8) == tmp_path / "aside-1"
+    make(tmp_path, 12)
+    assert files.set_aside(tmp_path, after=4) == tmp_path / "aside-2"
+    assert [path.name for path in files.find_checkpoints(tmp_path)] == ["step-00000004"]
+    assert [path.name for path in files.find_all(tmp_path / "aside-2")] == ["step-00000012", "step-00000008"]
+
+
 @pytest.mark.parametrize(
     ("keep", "every", "kept"),
     [(1, None, [10]), (2, 4, [10, 8, 4]), (9, None, [10, 8, 6, 4, 2]), (1, 2, [10, 8, 6, 4, 2])],
@@ -137,6 +148,7 @@ def test_prune_deletes_nothing_when_none_verifies(run, capsys):
         (["list", "nowhere"], "nowhere does not exist"),
         (["prune", "."], "the following arguments are required: --keep"),
         (["prune", ".", "--keep", "0"], "--keep 0: at least 1 stays"),
+        (["prune", ".", "--keep", "1", "--keep-every", "0"], "--keep-every 0: expected a number of steps"),
         (["verify", "."], ". holds no checkpoint"),
         (["look"], "invalid choice: 'look'"),
     ],

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from disco_ds.data import DataError, TrainStream, merge_states
+from disco_ds.data.cursor import default_lanes
 from disco_ds.data.lanes import Tally, draw
 from disco_ds.data.shards import read_shard
-from disco_ds.data.stream import default_lanes
 from tests.ranks import ROOT
 from tests.shards import data_config, letters, make_shards, noisy, sample, to_tensor, write_shard
 

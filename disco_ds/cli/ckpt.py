@@ -144,6 +144,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     if arguments.keep < 1:
         raise ConfigError(f"--keep {arguments.keep}: at least 1 stays")
+    if arguments.keep_every is not None and arguments.keep_every < 1:
+        raise ConfigError(f"--keep-every {arguments.keep_every}: expected a number of steps, at least 1")
     found = _found(arguments.path)
     if found == [arguments.path]:
         raise ConfigError(f"{arguments.path} is one checkpoint: give the run's folder, or delete it yourself")

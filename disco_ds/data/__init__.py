@@ -1,9 +1,10 @@
 """Shards to batches: the deterministic, resumable training stream, the held-out reader, the embedded default."""
 
+from disco_ds.data.cursor import default_lanes, merge_states
 from disco_ds.data.demo import DemoShards, demo_shards
 from disco_ds.data.heldout import HeldoutBatch, probe, read_heldout
 from disco_ds.data.sources import expand
-from disco_ds.data.stream import Batch, TrainStream, default_lanes, merge_states
+from disco_ds.data.stream import Batch, TrainStream
 from disco_ds.errors import DataError
 
 __all__ = [

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from disco_ds.config import DataConfig
+from disco_ds.data.cursor import check_stream
 from disco_ds.data.decode import Decoder
 from disco_ds.data.lanes import NOTES_PER_REASON, Lane, Slices, Tally
-from disco_ds.data.sources import Source, expand, fingerprint
+from disco_ds.data.sources import Source, expand
 from disco_ds.data.workers import loader_options, warm_up
 from disco_ds.errors import DataError
 
@@ -31,7 +32,6 @@ log = logging.getLogger("disco_ds.data")
 
 MIN_READS = 1000
 """Samples read before data.max_bad_fraction is looked at."""
-CURSOR_VERSION = 1
 
 Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
@@ -63,11 +63,6 @@ class _Part:
     keys: list[str]
     states: dict[str, dict[str, Any]]
     tally: dict[str, Any]
-
-
-def default_lanes(global_batch: int, world_size: int) -> int:
-    """Enough lanes for the world sizes that divide the batch, not so many that each has little to read."""
-    return math.lcm(math.gcd(global_batch, 960), world_size)
 
 
 @dataclass
@@ -158,8 +153,8 @@ class TrainStream:
         cursor: what :func:`merge_states` made of all ranks' states; the stream goes on after that position.
 
     Raises:
-        DataError: no shards, or a cursor of other data, another seed, or lanes that the world size does not divide.
-        ValueError: ``global_batch`` or ``config.lanes`` is not a multiple of ``world_size``.
+        DataError: no shards, or a cursor of other data or another seed.
+        ConfigError: ``global_batch`` or the lanes are not a multiple of ``world_size``.
     """
 
     def __init__(
@@ -174,23 +169,9 @@ class TrainStream:
         tokenizer: Tokenizer,
         cursor: dict[str, Any] | None = None,
     ) -> None:
-        if global_batch % world_size:
-            raise ValueError(f"global_batch {global_batch} is not a multiple of the {world_size} ranks")
         sources = expand(config.train)
-        lanes = config.lanes or (cursor["lanes"] if cursor else default_lanes(global_batch, world_size))
-        if lanes % world_size:
-            hint = f"it was fixed by the checkpoint; use a divisor of {lanes}" if cursor else "set it to a multiple"
-            raise ValueError(f"data.lanes {lanes} is not a multiple of the {world_size} ranks: {hint}")
-        self._head: dict[str, Any] = {
-            "version": CURSOR_VERSION,
-            "seed": seed,
-            "lanes": lanes,
-            "shuffle": config.shuffle,
-            "weighted": config.weights is not None,
-            "sources": fingerprint(sources),
-        }
-        if cursor is not None:
-            _check_cursor(cursor, self._head)
+        self._head = check_stream(config, sources, global_batch, world_size, seed, cursor)
+        lanes = self._head["lanes"]
         own = [str(lane) for lane in range(rank, lanes, world_size)]
         self._position = cursor["position"] if cursor else 0
         stored = cursor["lane_states"] if cursor else {}
@@ -266,40 +247,6 @@ class TrainStream:
         if parts is not None and hasattr(parts, "close"):
             parts.close()
         del parts  # the loader's iterator stops its workers when it goes
-
-
-def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all ranks as one cursor, JSON-able: what a checkpoint stores and ``TrainStream(cursor=…)`` reads.
-
-    Raises:
-        ValueError: the states are of different steps or streams, or a lane is missing.
-    """
-    heads = [{key: value for key, value in state.items() if key != "lane_states"} for state in states]
-    if any(head != heads[0] for head in heads):
-        raise ValueError(f"the ranks' stream states are not of one moment: {heads}")
-    merged: dict[str, Any] = {}
-    for state in states:
-        merged.update(state["lane_states"])
-    if merged and len(merged) != heads[0]["lanes"]:
-        raise ValueError(f"states of {len(merged)} of {heads[0]['lanes']} lanes; give those of every rank")
-    return {**heads[0], "lane_states": {lane: merged[lane] for lane in sorted(merged, key=int)}}
-
-
-def _check_cursor(cursor: dict[str, Any], head: dict[str, Any]) -> None:
-    what = {
-        "version": "the format of the stream's state",
-        "seed": "seed",
-        "lanes": "data.lanes",
-        "shuffle": "data.shuffle",
-        "weighted": "whether data.weights is given",
-        "sources": "the shards of data.train (a hash of their names)",
-    }
-    for key, meaning in what.items():
-        if cursor.get(key) != head[key]:
-            raise DataError(
-                f"the checkpoint's place in the data cannot be found again: {meaning} was {cursor.get(key)!r} and "
-                f"is now {head[key]!r}. Put it back, or start a new run from the checkpoint's weights"
-            )
 
 
 def _check_bad(reads: int, bad: int, max_bad_fraction: float, faults: Counter[str]) -> None:

@@ -36,8 +36,12 @@ def states(case):
     return ("exp_avg",) if "lion" in case else ("exp_avg", "exp_avg_sq")
 
 
-def identity(stage):
-    return Identity(dist.get_world_size(), stage, {}, "adamw")
+LOADED_IN = {"zero2": "bf16", "zero2-bf16": "fp32", "zero3": "bf16"}
+"""The precision that a case is loaded in, too."""
+
+
+def identity(stage, precision="fp32"):
+    return Identity(dist.get_world_size(), stage, precision, BATCH, {}, "adamw")
 
 
 def everything(engine, keys):
@@ -75,7 +79,8 @@ def save_all(folder, cases):
         engine, step = build(**CASES[case])
         steps(step, (1, 2, 3))
         stage = CASES[case]["stage"]
-        save_checkpoint(engine, Path(folder) / case, RunState(3, 3 * BATCH, None), identity(stage), Retention(1))
+        run = identity(stage, CASES[case].get("precision", "fp32"))
+        save_checkpoint(engine, Path(folder) / case, RunState(3, 3 * BATCH, None), run, Retention(1))
         content = everything(engine, states(case)) if stage else None
         held[case] = (content, steps(step, (4, 5)))
         engine.destroy()
@@ -85,35 +90,44 @@ def save_all(folder, cases):
 def load_all(folder, cases):
     held = {}
     for case in cases:
-        for stage in LOADED_AT.get(case, (CASES[case]["stage"],)):
-            engine, step = build(**{**CASES[case], "stage": stage})
-            state = load_checkpoint(engine, Path(folder) / case / "step-00000003", identity(stage))
+        own = CASES[case].get("precision", "fp32")
+        ways = [(stage, own) for stage in LOADED_AT.get(case, (CASES[case]["stage"],))]
+        ways += [(CASES[case]["stage"], LOADED_IN[case])] if case in LOADED_IN else []
+        for stage, precision in ways:
+            engine, step = build(**{**CASES[case], "stage": stage, "precision": precision})
+            state = load_checkpoint(engine, Path(folder) / case / "step-00000003", identity(stage, precision))
             assert (state.step, state.samples_seen) == (3, 3 * BATCH)
             assert engine.global_steps == 3
             content = everything(engine, states(case)) if stage else None
-            held[case, stage] = (content, steps(step, (4, 5)))
+            held[case, stage, precision] = (content, steps(step, (4, 5)))
             engine.destroy()
     return held
 
 
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by", "cases"),
-    [(2, 3, list(CASES)), (3, 1, ["zero1", "zero3", "zero2-bf16", "zero1-resnet"]), (1, 4, ["zero2", "zero3-locked"])],
-    ids=["2-3", "3-1", "1-4"],
+    [
+        (2, 3, list(CASES)),
+        (3, 1, ["zero1", "zero3", "zero2-bf16", "zero1-resnet"]),
+        (1, 4, ["zero2", "zero3-locked"]),
+        (2, 2, list(LOADED_IN)),
+    ],
+    ids=["2-3", "3-1", "1-4", "2-2"],
 )
 def test_everything_comes_back_on_another_number_of_ranks(tmp_path, saved_by, loaded_by, cases):
     saved = run_ranks(save_all, saved_by, str(tmp_path), cases, timeout_s=300)[0]
     loaded = run_ranks(load_all, loaded_by, str(tmp_path), cases, timeout_s=300)[0]
-    for (case, stage), (content, losses) in loaded.items():
+    for (case, stage, precision), (content, losses) in loaded.items():
         expected, expected_losses = saved[case]
-        where = f"{case} at stage {stage}"
+        where = f"{case} at stage {stage} in {precision}"
         if expected is not None and content is not None:
             assert content.keys() == expected.keys(), where
             for name in expected:
-                assert torch.equal(content[name], expected[name]), f"{where}: {name}"
+                same = content[name] if name[1] != "buffer" else content[name].to(expected[name].dtype)
+                assert torch.equal(same, expected[name]), f"{where}: {name}"
         if "resnet" in case:  # batch norms see a rank's own batch, which has another size now
             continue
-        within = 5e-3 if "bf16" in case else 1e-5  # bf16 gradients are summed in another order
+        within = 5e-3 if "bf16" in where else 1e-5  # bf16 gradients are summed in another order
         assert losses == pytest.approx(expected_losses, rel=within), where
 
 

@@ -67,7 +67,7 @@ def damage(folder: Path) -> dict:
         (path / "random-rank0.pt").unlink()
     before = sorted(path.name for path in checkpoints.iterdir())
     output = train(config, 2, code=2)
-    assert "error: none of the 3 checkpoints in" in output, output
+    assert "error: none of the 2 checkpoints in" in output, output
     assert sorted(path.name for path in checkpoints.iterdir()) == before
     return {}
 
@@ -87,6 +87,9 @@ def other_run(folder: Path) -> dict:
         ("--optimizer.name", "lion"): "was saved with optimizer.name adamw, this run has lion",
         ("--resume", str(folder / "nowhere")): "is no checkpoint",
         ("--seed", "5"): "seed was 0",
+        ("--global_batch", "12"): "was saved with a global batch of 24, this run has 12",
+        ("--data.lanes", "3"): "data.lanes 3 is not a multiple of the 2 ranks",
+        ("--runs_dir", "/proc/nowhere"): "runs_dir: nothing can be written to /proc/nowhere/run",
     }.items():
         output = train(config, 2, *words, code=2)
         errors = [line for line in output.splitlines() if line.startswith("error:")]
@@ -95,6 +98,26 @@ def other_run(folder: Path) -> dict:
     train(config, 2, "--steps", "8", "--optimizer.weight_decay", "0.9", "--optimizer.lr", "2e-3")
     line = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert (line["step"], line["lr"]) == (8, 2e-3)
+    return {}
+
+
+def going_back(folder: Path) -> dict:
+    """--resume CHECKPOINT of the run's own takes another way from there; what was saved after it is moved aside."""
+    config = write_run(folder, steps=16, checkpoint={"every_steps": 4, "keep": 3})
+    train(config, 2)
+    expected, checkpoints = losses(folder), folder / "run" / "checkpoints"
+    back = checkpoints / "step-00000008"
+    output = train(config, 2, "--resume", str(back), "--steps", "10", "--optimizer.lr", "2e-3")
+    assert "going on from step-00000008" in output, output
+    assert f"what was saved after step 8 is now in {checkpoints / 'aside-1'}" in output, output
+    assert sorted(path.name for path in (checkpoints / "aside-1").iterdir()) == ["step-00000012", "step-00000016"]
+    assert not any(map(files.faults, (checkpoints / "aside-1").iterdir()))
+    output = train(config, 2, "--optimizer.lr", "2e-3")  # goes on along the new way
+    assert "going on from step-00000010" in output, output
+    assert [path.name for path in files.find_checkpoints(checkpoints)][:2] == ["step-00000016", "step-00000012"]
+    found = losses(folder)
+    assert {k: v for k, v in found.items() if k <= 9} == {k: v for k, v in expected.items() if k <= 9}
+    assert found[16] != expected[16]
     return {}
 
 
@@ -198,7 +221,7 @@ def small_disk(folder: Path, size: int):
         checkpoint_writer._Hashed.write = whole  # type: ignore[method-assign]
 
 
-SCENARIOS = (other_ranks, damage, other_run, signals, full_disk)
+SCENARIOS = (other_ranks, damage, other_run, going_back, signals, full_disk)
 
 
 def main(folder: Path, names: list[str]) -> dict:
