@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from disco_ds.errors import DivergedError
+from disco_ds.telemetry import Telemetry
 
 SKIPPED_FILE = "skipped.jsonl"
 _KEYS_SHOWN = 8
@@ -19,14 +19,15 @@ class Skips:
     """Counts skipped steps and writes what is known of each to ``skipped.jsonl``.
 
     Args:
-        folder: the run's folder.
+        telemetry: the run's, for its folder and for a warning when the file cannot be written.
         control: process group for small objects.
         allowed: skipped steps in a row that the run survives.
         total, in_a_row: those before a resume.
     """
 
-    def __init__(self, folder: Path, control: Any, allowed: int, total: int = 0, in_a_row: int = 0) -> None:
-        self.folder, self.control, self.allowed = folder, control, allowed
+    def __init__(self, telemetry: Telemetry, control: Any, allowed: int, total: int = 0, in_a_row: int = 0) -> None:
+        self.telemetry, self.control, self.allowed = telemetry, control, allowed
+        self.path = telemetry.run_dir / SKIPPED_FILE
         self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, skipped: bool, bad_rows: Tensor, keys: list[str]) -> str | None:
@@ -51,7 +52,7 @@ class Skips:
         dist.all_gather_object(everyone, bad, group=self.control)
         by_rank = {rank: found for rank, found in enumerate(everyone) if found}
         if dist.get_rank() == 0:
-            with (self.folder / SKIPPED_FILE).open("a", encoding="utf-8") as file:
+            with self.telemetry.surviving(SKIPPED_FILE), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "samples": by_rank}) + "\n")
         shown = [f"{key} (rank {rank})" for rank, found in by_rank.items() for key in found][:_KEYS_SHOWN]
         total = sum(map(len, by_rank.values()))
@@ -60,11 +61,11 @@ class Skips:
             if total
             else "all features are finite, the gradient is not"
         )
-        message = f"step {step} was left out on all ranks: {what}; see {self.folder / SKIPPED_FILE}"
+        message = f"step {step} was left out on all ranks: {what}; see {self.path}"
         if self.in_a_row > self.allowed:
             raise DivergedError(
                 f"{self.in_a_row} steps in a row had a loss or gradient that is not finite (optimizer.max_skipped "
                 f"{self.allowed}); the last one: {message}. Weights and checkpoints hold nothing of it: look at these "
-                f"samples, lower optimizer.lr, or go on from an earlier checkpoint"
+                f"samples, lower optimizer.lr, or go back with --resume PATH/OF/AN/EARLIER/CHECKPOINT"
             )
         return message

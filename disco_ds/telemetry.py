@@ -104,7 +104,7 @@ class Telemetry:
             return
         plain = _plain(metrics)
         self._console.line(step, plain)
-        with self._surviving(METRICS_FILE):
+        with self.surviving(METRICS_FILE):
             self._metrics.write({"step": step, **plain})
         self._to_sinks(step, plain)
 
@@ -116,7 +116,7 @@ class Telemetry:
         if self.rank != 0:
             return
         plain = _plain(metrics)
-        with self._surviving(EVAL_FILE):
+        with self.surviving(EVAL_FILE):
             self._evals.rewind(step - 1)
             self._evals.write({"step": step, **plain})
         if message:
@@ -133,20 +133,20 @@ class Telemetry:
         if self.rank != 0:
             return
         for name, lines in ((METRICS_FILE, self._metrics), (EVAL_FILE, self._evals)):
-            with self._surviving(name):
+            with self.surviving(name):
                 lines.close()
         while self._sinks:
             sink = self._sinks.pop()
-            with self._surviving(type(sink).__name__.strip("_")):
+            with self.surviving(type(sink).__name__.strip("_")):
                 sink.close()
 
     def _to_sinks(self, step: int, plain: dict[str, Any]) -> None:
         for sink in self._sinks:
-            with self._surviving(type(sink).__name__.strip("_")):
+            with self.surviving(type(sink).__name__.strip("_")):
                 sink.log(step, plain)
 
     @contextmanager
-    def _surviving(self, what: str) -> Iterator[None]:
+    def surviving(self, what: str) -> Iterator[None]:
         """A full disk or a lost mount is said, and does not end a run that can go on without its log."""
         try:
             yield

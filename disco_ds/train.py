@@ -7,7 +7,7 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from disco_ds.checkpoint import Retention, save_checkpoint
-from disco_ds.data.stream import Batch, merge_states
+from disco_ds.data.cursor import merge_states
+from disco_ds.data.stream import Batch
 from disco_ds.engine import gradient_norm
 from disco_ds.errors import CheckpointError, ConfigError
 from disco_ds.evaluate import EvalResult, evaluate, format_result
@@ -39,7 +40,7 @@ def train(run: Run) -> None:
     if dist.get_rank() == 0:
         record_start(run)
     window, signals = Window(run), Signals()
-    skips = Skips(run.folder, run.control, config.optimizer.max_skipped, state.skipped, state.skipped_in_a_row)
+    skips = Skips(run.telemetry, run.control, config.optimizer.max_skipped, state.skipped, state.skipped_in_a_row)
     profiler = Profiler(run, config.logging.profile_steps)
     batches = iter(run.stream)
     while state.step < run.schedule.steps:
@@ -71,7 +72,8 @@ def train(run: Run) -> None:
         if stopping or last:
             profiler.close()
         if stopping and not last:
-            run.telemetry.say(f"stopped by SIGTERM at step {state.step}, saved; the same command goes on from here")
+            again = "the same command" if config.resume == "auto" else "the same command with --resume auto"
+            run.telemetry.say(f"stopped by SIGTERM at step {state.step}, saved; {again} goes on from here")
             run.telemetry.close()
             run.watchdog.close()
             return
@@ -102,8 +104,12 @@ def finish(run: Run, result: EvalResult | None) -> None:
     if dist.get_rank() == 0:
         metrics = {} if result is None else result.metrics
         outcome = {"steps": run.state.step, "samples_seen": run.state.samples_seen, **metrics}
-        (run.folder / "result.json").write_text(json.dumps(outcome, indent=1) + "\n")
-        report, page = write_report(run.folder, result), write_page(run.folder)
+        with run.telemetry.surviving("result.json"):
+            (run.folder / "result.json").write_text(json.dumps(outcome, indent=1) + "\n")
+        report = None
+        with run.telemetry.surviving("report.png"):
+            report = write_report(run.folder, result)
+        page = write_page(run.folder)
         made = [f"picture: {report}"] * bool(report) + [f"report: {page}"] * bool(page)
         run.telemetry.say("; ".join([f"finished {run.folder}", *made]))
     run.telemetry.close()
@@ -117,7 +123,7 @@ def run_evaluation(run: Run) -> EvalResult:
     preprocess = preprocessing(run.engine.module)
     result = evaluate(
         run.engine,
-        run.heldout(),
+        Noted(run, run.heldout()),
         tokenizer=run.tokenizer,
         config=run.config.evaluation,
         rank=dist.get_rank(),
@@ -130,6 +136,18 @@ def run_evaluation(run: Run) -> EvalResult:
     if dist.get_rank() == 0:
         record_shown(run, result)
     return result
+
+
+class Noted(Iterator[Any]):
+    """The same batches; asking for one is progress, also on a rank that has no more and keeps others company."""
+
+    def __init__(self, run: Run, batches: Iterable[Any]) -> None:
+        self.run, self.batches, self.asked = run, iter(batches), 0
+
+    def __next__(self) -> Any:
+        self.asked += 1
+        self.run.watchdog.note(f"step {self.run.state.step}: evaluates, batch {self.asked}")
+        return next(self.batches)
 
 
 def save(run: Run, *, must_succeed: bool) -> None:
@@ -185,15 +203,15 @@ class Window:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.last_save = time.monotonic()
+        self.faults: Counter[str] = Counter()
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window: what came before (evaluation, say) is no step time."""
+        """Begin a new window: what came before (evaluation, say) is no step time. Faults stay until they are logged."""
         self.run.train_step.timer.read()
         self.started = time.monotonic()
         self.first_step = self.run.state.step
         self.data_wait_s = 0.0
-        self.faults: Counter[str] = Counter()
 
     def timed_next(self, batches: Iterator[Batch]) -> Batch:
         """The next batch; the time it took is data wait."""
@@ -238,6 +256,7 @@ class Window:
             "peak_memory_bytes": peak_memory_bytes(run.device),
             "bad_samples": dict(sum((Counter(f) for f in faults), Counter())),
         }
+        self.faults.clear()
         self.restart()
         return metrics
 

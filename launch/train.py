@@ -14,6 +14,7 @@ from pathlib import Path
 
 from disco_ds.cli import options
 from disco_ds.errors import CheckpointError, ConfigError, DataError
+from disco_ds.failing import fail
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +29,7 @@ def main() -> None:
     try:
         config, launch = options.parse(sys.argv[1:], prog="launch/train.py", demo=demo)
     except ConfigError as error:
-        options.fail(error, rank())
+        fail(error)
 
     from disco_ds.engine import start_distributed
     from disco_ds.quiet import quiet_libraries
@@ -42,7 +43,7 @@ def main() -> None:
     try:
         run = prepare(config, launch.ds_config or ROOT / "ds_configs" / "zero2.json", device, plan=launch.plan)
     except (ConfigError, DataError, CheckpointError) as error:
-        options.fail(error, rank())  # every rank has the same error
+        fail(error)
     try:
         train(run)
     except Exception as error:  # this rank alone may have failed: it says who and where it is, then what

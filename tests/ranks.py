@@ -167,7 +167,9 @@ def be_rank(work: Path, rank: int, world_size: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the interpreter's own end now and then aborts in gloo's threads, with the result long written
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            os._exit(error.code)
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -6,9 +6,11 @@ import io
 import logging
 from collections import Counter, deque
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from disco_ds.data import DataError, TrainStream, probe, read_heldout
@@ -107,6 +109,19 @@ def test_resume_counts_nothing_twice(tmp_path):
         cursor = part.state()
     assert unbroken == broken
     assert unbroken[f"{tmp_path.name}/truncated_shard"] >= 1
+
+
+def test_faults_are_logged_though_an_evaluation_comes_between():
+    from disco_ds.data.stream import Batch
+    from disco_ds.train import Window
+
+    run = SimpleNamespace(train_step=SimpleNamespace(timer=SimpleNamespace(read=dict)), state=SimpleNamespace(step=3))
+    window = Window(run)
+    batch = Batch(torch.empty(0), torch.empty(0), [], {"train/no caption": 2}, 2)
+    window.timed_next(iter([batch]))
+    window.restart()  # as after an evaluation
+    window.timed_next(iter([batch]))
+    assert window.faults == {"train/no caption": 4}
 
 
 def test_too_many_bad_samples_stop_the_run(tmp_path):

@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="disco-eval: %(message)s")
     try:
         return _evaluate(completing(_parser()).parse_args(argv))
-    except (CheckpointError, ConfigError, DataError) as error:  # the same on every rank
-        if first:
+    except (CheckpointError, ConfigError, DataError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # a file may be missing on one machine alone
             print(f"disco-eval: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -10,8 +10,6 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +50,7 @@ def record_start(run: Run) -> None:
         "config": run.config.model_dump(mode="json"),
         "ds_config": run.engine_config.deepspeed,
     }
-    with _surviving(run, STARTS_FILE):
+    with run.telemetry.surviving(STARTS_FILE):
         _append_line(run.folder / STARTS_FILE, json.dumps(start, ensure_ascii=False, default=str))
 
 
@@ -66,14 +64,14 @@ def record_memory(run: Run, prediction: Prediction, measured: Measured) -> None:
         "reserved": measured.reserved,
         "counted": measured.categories,
     }
-    with _surviving(run, MEMORY_FILE):
+    with run.telemetry.surviving(MEMORY_FILE):
         _replace(run.folder / MEMORY_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def record_shown(run: Run, result: EvalResult) -> None:
     """Write ``heldout.json``: the images that the newest evaluation shows, with the captions ranked first."""
     content = {"step": run.state.step, "images": [_shown(image) for image in result.samples]}
-    with _surviving(run, SHOWN_FILE):
+    with run.telemetry.surviving(SHOWN_FILE):
         _replace(run.folder / SHOWN_FILE, json.dumps(content) + "\n")
 
 
@@ -123,11 +121,3 @@ def _replace(path: Path, text: str) -> None:
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_text(text, encoding="utf-8")
     os.replace(fresh, path)
-
-
-@contextmanager
-def _surviving(run: Run, what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        run.telemetry.say(f"WARNING: {what} could not be written: {error}. Training goes on")
