@@ -28,7 +28,6 @@ from disco_ds.pretrained import DESCRIPTION, OPEN_CLIP_CONFIG, known_preprocess
 from disco_ds.saved_model import SavedModel
 
 Form = Literal["open_clip", "safetensors", "hf"]
-FORMS: tuple[Form, ...] = ("open_clip", "safetensors", "hf")
 ENDINGS: dict[Form, str] = {"open_clip": ".pt", "safetensors": ".safetensors", "hf": "-hf"}
 WEIGHTS = "open_clip_model.safetensors"
 """The weights in a folder that open_clip loads as ``local-dir:`` or from a hub."""
@@ -75,9 +74,12 @@ def export(
     out = default_path(saved, form) if out is None else out
     _check_target(out, form, force)
     content = open_clip_config(saved.model)
+    beside = None if form == "hf" else _beside(out, saved.model)
+    if beside is not None and not force:
+        _check_beside(beside, content)
     preprocess = _preprocess(saved.model, content)
     weights = saved.weights()
-    _check_weights(saved, weights, precision)
+    _check_weights(saved, weights)
     if precision == "bf16":
         weights = _in_bf16(saved, weights)
     description = {
@@ -93,7 +95,7 @@ def export(
         size, usage = (out / WEIGHTS).stat().st_size, [_loading(f"local-dir:{out}", None)]
     else:
         _replace(out, lambda path: _write_file(path, form, weights, description))
-        size, usage = out.stat().st_size, _usage(out, saved.model, content, force)
+        size, usage = out.stat().st_size, _usage(out, beside, saved.model, content)
         plain = merge_preprocess_dict(PreprocessCfg(), {"size": preprocess["size"]})
         if _as_json(preprocess) != _as_json(plain):
             notes.append(
@@ -126,7 +128,7 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _check_weights(saved: SavedModel, weights: dict[str, Tensor], precision: str) -> None:
+def _check_weights(saved: SavedModel, weights: dict[str, Tensor]) -> None:
     """Refuse weights that open_clip could not load strictly into the model of this configuration."""
     expected = _meta_model(saved.model).state_dict()
     wrong = [
@@ -192,7 +194,11 @@ def _write_folder(
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(_json_text(content), encoding="utf-8")
+
+
+def _json_text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _replace(out: Path, write: Callable[[Path], None]) -> None:
@@ -213,14 +219,35 @@ def _replace(out: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
 
 
-def _usage(out: Path, model: ModelConfig, content: dict[str, Any], force: bool) -> list[str]:
-    """How open_clip loads the file; a model that is none of open_clip's own gets its JSON beside it."""
+def _beside(out: Path, model: ModelConfig) -> Path | None:
+    """Where the JSON of a model goes that is none of open_clip's own."""
     name = model.name.replace("/", "-")
     own = model.config is None and model.image_size is None and model.context_length is None
     if own and (Path(open_clip.__file__).parent / "model_configs" / f"{name}.json").is_file():
-        return [_loading(name, out)]
-    beside = out.with_suffix(".json")
-    if force or not beside.exists():
+        return None
+    return out.with_suffix(".json")
+
+
+def _check_beside(beside: Path, content: dict[str, Any]) -> None:
+    """The JSON may be there already, from an export of the same model in another form."""
+    if not beside.exists():
+        return
+    try:
+        same = json.loads(beside.read_text(encoding="utf-8")) == _as_json(content)
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        raise ConfigError(
+            f"{beside} exists and describes another model; open_clip would load it with the new weights. Choose "
+            "another --out, or --force to replace it"
+        )
+
+
+def _usage(out: Path, beside: Path | None, model: ModelConfig, content: dict[str, Any]) -> list[str]:
+    """How open_clip loads the file, with the model's JSON beside it where it needs one."""
+    if beside is None:
+        return [_loading(model.name.replace("/", "-"), out)]
+    if not beside.exists() or beside.read_text(encoding="utf-8") != _json_text(content):
         _replace(beside, lambda path: _write_json(path, content))
     return [f"open_clip.add_model_config({str(beside)!r})", _loading(beside.stem, out)]
 

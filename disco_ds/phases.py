@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-NAMES = ("forward", "loss", "backward", "step")
-
 
 class PhaseTimer:
     """Sums the time of named phases until it is read.

@@ -99,6 +99,12 @@ def test_nothing_is_overwritten_unless_asked(saved, tmp_path, capsys):
     assert "--force" in said
     assert run(capsys, folder / "zero2", "--to", "open_clip", "--out", out, "--force")[0] == 0
     assert torch.load(out, weights_only=True)["logit_scale"].shape == ()
+    (tmp_path / "model.json").write_text('{"embed_dim": 1}')
+    code, said = run(capsys, folder / "zero2", "--to", "safetensors", "--out", tmp_path / "model.safetensors")
+    assert (code, (tmp_path / "model.safetensors").exists()) == (2, False)
+    assert "model.json exists and describes another model" in said
+    assert run(capsys, folder / "zero2", "--to", "open_clip", "--out", out, "--force")[0] == 0
+    assert json.loads((tmp_path / "model.json").read_text())["embed_dim"] > 1
     hub = tmp_path / "hub"
     (hub / "deep").mkdir(parents=True)
     code, said = run(capsys, folder / "zero2", "--to", "hf", "--out", hub, "--force")

@@ -30,7 +30,3 @@ class TokenCounter:
         # The padding's id is that of the last place; a text that ends in it has a token of its own before.
         kept = (row != row[-1]).nonzero()
         return int(kept[-1]) + 1 if len(kept) else 0
-
-    def cut(self, counts: Any) -> int:
-        """How many of these counts are more than the context."""
-        return sum(count > self.context for count in counts)

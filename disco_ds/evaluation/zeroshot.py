@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from open_clip.zero_shot_metadata import (
@@ -173,17 +172,12 @@ def class_ranks(
     return labels, ahead, first
 
 
-def class_hits(image_features: Tensor, weights: Tensor, labels: Tensor, **options: Any) -> Tensor:
+def count_hits(labels: Tensor, ahead: Tensor, classes: int) -> Tensor:
     """Per class the number of its samples, of those ranked first, and of those in the first five: (C, 3) int64.
 
-    Sums of these over ranks are exact, and :func:`zero_shot_metrics` turns them into accuracies. The arguments are
-    those of :func:`class_ranks`.
+    From the labels of m samples and the numbers of classes ranked before the right one, see :func:`class_ranks`. Sums
+    over ranks are exact, and :func:`zero_shot_metrics` turns them into accuracies.
     """
-    return count_hits(*class_ranks(image_features, weights, labels, **options)[:2], len(weights))
-
-
-def count_hits(labels: Tensor, ahead: Tensor, classes: int) -> Tensor:
-    """(C, 3) int64 from the labels of m samples and the numbers of classes ranked before the right one."""
     hits = torch.zeros(classes, 3, dtype=torch.int64, device=labels.device)
     return hits.index_add_(0, labels, torch.stack([torch.ones_like(ahead), (ahead < 1).long(), (ahead < 5).long()], 1))
 
