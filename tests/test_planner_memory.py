@@ -222,6 +222,14 @@ def test_a_request_hands_on_what_changes_the_memory(option, moment, added):
     assert planner.best(changed(request, **option)).setup.checkpointing == "none"
 
 
+def test_one_reduction_a_step_is_estimated_to_be_faster_than_several():
+    planner = Planner(ModelSource("ViT-B-32", silent))
+    once = Request(gpus=8, device=device_with("80G"), global_batch=32768, micro_batch=512, checkpointing="none")
+    for zero in (2, 3):
+        request = changed(once, zero=zero)
+        assert planner.best(request).step_s < planner.best(changed(request, reduce_once=False)).step_s
+
+
 def test_images_that_wait_between_two_passes_do_not_wait_where_there_is_one():
     model = shipped("ViT-B-32")
     setups = [Setup(gpus=8, images_on_device=where) for where in (False, "cached", True)]

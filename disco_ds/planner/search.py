@@ -324,11 +324,12 @@ def reduction_bytes(setup: Setup, parameters: int, accumulation: int) -> float:
     size = setup.parameter_bytes
     if setup.zero in (0, 1):
         return 2.0 * size * parameters
-    passes = accumulation if accumulation > 1 else 1  # stage 2 reduces after every micro-batch
+    once = setup.reduce_once and setup.offload == "none"
+    reductions = 1 if once else accumulation
     if setup.zero == 2:
-        return size * parameters * (2.0 * passes + 1.0)
-    gathers = 2 * passes + (passes if accumulation > 1 else 0)
-    return size * parameters * (passes + gathers)
+        return size * parameters * (2.0 * reductions + 1.0)
+    gathers = (3 if accumulation > 1 else 2) * accumulation
+    return size * parameters * (reductions + gathers)
 
 
 def changed(request: Request, **changes: object) -> Request:
