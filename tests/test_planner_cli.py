@@ -15,8 +15,13 @@ from disco_ds.config import RunConfig
 from disco_ds.ds_checks import read_ds_config
 from disco_ds.ds_config import fill_buckets, resolve
 from disco_ds.planner.coefficients import shipped
+from disco_ds.planner.devices import device_with
 from disco_ds.planner.memory import CATEGORIES
+from disco_ds.planner.models import ModelSource
 from disco_ds.planner.report import SCHEMA
+from disco_ds.planner.search import Planner, Request, changed
+from disco_ds.planner.selfcheck import PROBE
+from disco_ds.planner.write import write_plan
 
 
 def run(capsys, *words):
@@ -176,6 +181,62 @@ def test_the_written_files_resolve_to_the_plan(capsys, tmp_path, extra):
     again = run(capsys, "--gpus", "8", "--mem", "80G", "--ds-config", str(files / "ds_config.json"), "--json",
                 "--checkpointing", answer["settings"]["checkpointing"])[1]  # fmt: skip
     assert json.loads(again)["peak_bytes"] == answer["peak_bytes"]
+
+
+def test_the_written_run_has_the_sizes_that_were_planned(capsys, tmp_path):
+    model, files = tmp_path / "small.json", tmp_path / "plan"
+    model.write_text(json.dumps(PROBE))
+    words = ("--gpus", "2", "--mem", "24G", "--model", str(model), "--checkpointing", "none", "--global-batch", "64")
+    sizes = ("--image-size", "64", "--context-length", "24")
+    status, out, err = run(capsys, *words, *sizes, "--write", str(files), "--json")
+    assert status == 0, err
+    config, _ = options.parse(["--config", str(files / "run.yaml")], prog="t", demo=files)
+    assert (config.model.name, config.model.image_size, config.model.context_length) == (str(model), 64, 24)
+    planned = ModelSource(config.model.name, lambda _: None, config.model.model_dump()).get("bf16", "none")
+    assert (planned.image_size, planned.context_length) == ([64, 64], 24)
+    own = json.loads(run(capsys, *words, "--json")[1])
+    assert json.loads(out)["breakdown_bytes"]["activations"] > own["breakdown_bytes"]["activations"]
+
+
+def test_the_written_run_has_every_option_that_was_planned_with(tmp_path):
+    options_given = {"tile": 512, "keep_logits": True, "reduce_once": False, "images_on_device": "cached",
+                     "reuse_last": True}  # fmt: skip
+    source = ModelSource("ViT-B-32")
+    request = Request(gpus=8, device=device_with("80G"), global_batch=8192, micro_batch=256, **options_given)
+    _, path = write_plan(tmp_path, Planner(source).best(request), source)
+    config, _ = options.parse(["--config", str(path)], prog="t", demo=path)
+    assert (config.loss.tile, config.loss.keep_logits) == (512, True)
+    assert (config.cached.images, config.cached.reduce, config.cached.reuse_last) == ("device", "each", True)
+    write_plan(tmp_path, Planner(source).best(changed(request, loss="disco")), source)
+    assert options.parse(["--config", str(path)], prog="t", demo=path)[0].loss.kind == "disco"
+
+
+def test_a_plan_that_does_not_fit_is_not_written_and_says_so(capsys, tmp_path):
+    words = ("--gpus", "8", "--mem", "24G", "--global-batch", "262144", "--micro-batch", "32768")
+    status, out, _ = run(capsys, *words, "--write", str(tmp_path / "plan"))
+    assert status == 1
+    assert not (tmp_path / "plan").exists()
+    assert f"--write {tmp_path / 'plan'}: nothing was written, since this does not fit" in out
+
+
+def test_offload_is_compared_at_the_stages_that_there_are(capsys):
+    for words in (("--offload", "all"), ("--offload", "all", "--global-batch", "4096")):
+        status, out, _ = run(capsys, "--gpus", "8", "--mem", "24G", "--compare", *words)
+        assert status == 0
+        table = out.splitlines()[-13:]
+        assert table[0].split()[2:] == ["ZeRO", "3"]
+        assert len(table[1].split()) == 3
+
+
+def test_an_accumulation_alone_in_a_ds_config_is_kept(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 4}))
+    words = ("--gpus", "8", "--mem", "40G", "--ds-config", str(path), "--json")
+    for extra in ((), ("--global-batch", "8192"), ("--micro-batch", "64")):
+        assert json.loads(run(capsys, *words, *extra)[1])["accumulation"] == 4
+    status, _, err = run(capsys, *words, "--global-batch", "1040")
+    assert status == 2
+    assert "gradient_accumulation_steps 4 does not divide the batch of 130" in err
 
 
 def test_a_picture_is_drawn_or_matplotlib_is_asked_for(capsys, tmp_path, monkeypatch):

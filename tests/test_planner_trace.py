@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from disco_ds.config import ModelConfig
 from disco_ds.errors import ConfigError
 from disco_ds.model import Features, TwoTowers
 from disco_ds.planner import coefficients as table_module
-from disco_ds.planner import fake_cuda, selfcheck
+from disco_ds.planner import fake_cuda, plan, selfcheck
 from disco_ds.planner.coefficients import shipped
 from disco_ds.planner.models import ModelSource
 from disco_ds.planner.trace import trace
@@ -68,9 +70,9 @@ def test_the_self_check_passes_here():
 
 @pytest.mark.parametrize("what", ["order", "cuda", "counting"])
 def test_the_self_check_fails_loudly(monkeypatch, capsys, what):
-    if what == "order":  # a walk that runs the wrong node first holds more
-        monkeypatch.setattr(fake_cuda, "_priority", lambda node: node._sequence_nr() if hasattr(node, "x") else 0.0)
-        monkeypatch.setattr(fake_cuda.heapq, "heappop", lambda heap: heap.pop(-1))
+    if what == "order":  # a walk that runs nodes as they become ready: all recomputed blocks are alive at once
+        ready = itertools.count()
+        monkeypatch.setattr(fake_cuda, "_priority", lambda node: next(ready))
     elif what == "cuda":  # attention that keeps its weights, as when fused attention is not chosen
         monkeypatch.setattr(fake_cuda, "_fused_attention", fake_cuda._math_attention)
     else:  # operations that are not seen
@@ -80,6 +82,21 @@ def test_the_self_check_fails_loudly(monkeypatch, capsys, what):
     assert captured.out == ""
     assert f"tracing does not work as it should with torch {torch.__version__}" in captured.err
     assert f"{what} " in captured.err
+
+
+def test_an_answer_that_needs_a_trace_is_given_after_the_self_check_only(monkeypatch, capsys):
+    before = torch.get_rng_state()
+    assert plan(gpus=2, mem="24G", model="small", model_config=selfcheck.PROBE, checkpointing="none").fits
+    assert torch.equal(torch.get_rng_state(), before)
+    assert capsys.readouterr().err.count("self-check first") == 1
+    monkeypatch.setattr(selfcheck, "real_peak", lambda config, batch: 123_456_789)
+    assert main(["--gpus", "2", "--mem", "24G", "--model", "ViT-B-32", "--precision", "fp32"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1].startswith("disco-plan: tracing does not work as it should with torch")
+    with pytest.raises(ConfigError, match="tracing does not work"):
+        plan(gpus=2, mem="24G", model="small", model_config=selfcheck.PROBE)
+    assert main(["--gpus", "2", "--mem", "24G"]) == 0  # the shipped table holds
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

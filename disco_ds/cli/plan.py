@@ -47,13 +47,13 @@ def _parser() -> Parser:
         "exit status: 0 fits, 1 does not fit (and says what does), 2 the input is wrong",
     )
     add = parser.add_argument
-    add("--gpus", type=_count, default=1, metavar="N", help="number of GPUs (1)")
+    add("--gpus", type=count, default=1, metavar="N", help="number of GPUs (1)")
     add("--mem", metavar="SIZE", help="of one: 40G as sold, 39.4GiB exactly that much")
     add("--gpu", metavar="NAME", help=f"kind of GPU instead: {', '.join(DEVICES)}")
     add("--model", default="ViT-B-32", help="open_clip name, demo, or a JSON (ViT-B-32)")
-    add("--global-batch", type=_count, metavar="B", help="pairs a step on all GPUs; without it, the largest")
-    add("--per-gpu-batch", type=_count, metavar="b", help="pairs a step on one GPU: predict that case")
-    add("--micro-batch", type=_count, metavar="m", help="pairs at a time; below b: cached gradients, exact")
+    add("--global-batch", type=count, metavar="B", help="pairs a step on all GPUs; without it, the largest")
+    add("--per-gpu-batch", type=count, metavar="b", help="pairs a step on one GPU: predict that case")
+    add("--micro-batch", type=count, metavar="m", help="pairs at a time; below b: cached gradients, exact")
     add("--zero", choices=["0", "1", "2", "3", "auto"], default=None, metavar="STAGE",
         help="DeepSpeed ZeRO: 0, 1, 2, 3 or auto (auto)")  # fmt: skip
     add("--precision", choices=["bf16", "amp", "fp32"], metavar="P", help="bf16, amp (bf16 autocast) or fp32 (bf16)")
@@ -67,23 +67,24 @@ def _parser() -> Parser:
         help="to the host: none, optimizer or all (none)")  # fmt: skip
     add("--attention", choices=["flash", "math"], default="flash", metavar="A",
         help="flash, or math as torch before 2.0 (flash)")  # fmt: skip
-    add("--image-size", type=_count, metavar="PX", help="where it differs from the model's own")
-    add("--context-length", type=_count, metavar="T", help="where it differs from the model's own")
+    add("--image-size", type=count, metavar="PX", help="where it differs from the model's own")
+    add("--context-length", type=count, metavar="T", help="where it differs from the model's own")
     add("--ds-config", metavar="FILE", help="takes stage, buckets, batch, precision, offload")
     add("--frag", type=_factor, default=1.10, metavar="F", help="held over allocated activations (1.10)")
     add("--reserve", type=_gib, default=0, metavar="GIB", help="GiB to leave free (0)")
-    add("--min-micro-batch", type=_count, default=64, metavar="m", help="smallest that feeds a GPU (64)")
+    add("--min-micro-batch", type=count, default=64, metavar="m", help="smallest that feeds a GPU (64)")
     add("--bandwidth", type=_factor, default=50.0, metavar="GB/s", help="of collectives, to rank by (50, assumed)")
     add("--compare", action="store_true", help="ZeRO x checkpointing x loss in one table")
     add("--plot", type=Path, metavar="FILE", help="picture: memory against batch, and batch against GPUs")
     add("--json", action="store_true", help="the answer for programs (docs/planner.md)")
     add("--write", type=Path, metavar="DIR", help="ds_config.json and run.yaml for launch/train.py")
     add("--data", metavar="SHARDS", help="data.train of the run.yaml (demo)")
-    add("--samples", type=_count, metavar="N", help="length of the run.yaml in samples")
+    add("--samples", type=count, metavar="N", help="length of the run.yaml in samples")
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A positive whole number on the command line."""
     if not re.fullmatch(r"\d[\d_]*", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, found {text!r}")
     return int(text)
@@ -156,19 +157,15 @@ def build_request(arguments: argparse.Namespace, source: ModelSource) -> Request
 
 
 def _answer(arguments: argparse.Namespace) -> int:
-    source = ModelSource(arguments.model, image_size=arguments.image_size, context_length=arguments.context_length)
+    sizes = {"image_size": arguments.image_size, "context_length": arguments.context_length}
+    source = ModelSource(arguments.model, changes=sizes, check=True)
     request = build_request(arguments, source)
     planner = Planner(source)
     plan = planner.best(request)
     near = None if plan.fits else nearest_fitting(planner, request)
     notes: list[str] = []
-    if arguments.write is not None and plan.fits:
-        from disco_ds.planner.write import write_plan
-
-        model = source.get(request.precision, plan.setup.checkpointing, request.attention)
-        paths = write_plan(arguments.write, plan, model, arguments.model, arguments.data, arguments.samples)
-        notes.append(f"wrote {paths[0]} and {paths[1]}; start with: deepspeed launch/train.py --config {paths[1]} "
-                     f"--ds_config {paths[0]}")  # fmt: skip
+    if arguments.write is not None:
+        notes.append(_write(arguments, source, plan))
     if arguments.plot is not None:
         from disco_ds.planner.plot import plot
 
@@ -182,6 +179,17 @@ def _answer(arguments: argparse.Namespace) -> int:
         for note in notes:
             print(note)
     return 0 if plan.fits else 1
+
+
+def _write(arguments: argparse.Namespace, source: ModelSource, plan: Plan) -> str:
+    """``--write``: the files, and what there is to say of them."""
+    if not plan.fits:
+        return f"--write {arguments.write}: nothing was written, since this does not fit; ask for what fits instead"
+    from disco_ds.planner.write import write_plan
+
+    paths = write_plan(arguments.write, plan, source, arguments.data, arguments.samples)
+    start = f"deepspeed launch/train.py --config {paths[1]} --ds_config {paths[0]}"
+    return f"wrote {paths[0]} and {paths[1]}; start with: {start}"
 
 
 def nearest_fitting(planner: Planner, request: Request) -> Plan | None:

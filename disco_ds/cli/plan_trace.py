@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disco_ds.cli.parser import Parser
+from disco_ds.cli.plan import count
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import TABLE, Coefficients, write_table
 from disco_ds.planner.models import SHIPPED_MODELS, ModelSource, say, trace_shipped
@@ -35,8 +36,8 @@ def run_trace(words: Sequence[str]) -> int:
     parser.add_argument("--checkpointing", default="none", metavar="none|full|every:K|ops|offload")
     parser.add_argument("--attention", choices=["flash", "math"], default="flash")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="whose operations (default: cuda)")
-    parser.add_argument("--image-size", type=int, metavar="PX")
-    parser.add_argument("--context-length", type=int, metavar="TOKENS")
+    parser.add_argument("--image-size", type=count, metavar="PX")
+    parser.add_argument("--context-length", type=count, metavar="TOKENS")
     parser.add_argument("--no-self-check", action="store_true", help="do not check tracing itself first")
     arguments = parser.parse_args(list(words))
     if arguments.all == bool(arguments.models):
@@ -59,7 +60,8 @@ def run_trace(words: Sequence[str]) -> int:
         return 0
     for name in arguments.models:
         started = time.monotonic()
-        source = ModelSource(name, lambda _: None, None, arguments.image_size, arguments.context_length)
+        sizes = {"image_size": arguments.image_size, "context_length": arguments.context_length}
+        source = ModelSource(name, lambda _: None, sizes)
         source.known = None  # traced now, shipped or not
         model = source.get(arguments.precision, arguments.checkpointing, arguments.attention, arguments.device)
         print(describe(model), f"({time.monotonic() - started:.1f} s)")

@@ -58,7 +58,8 @@ def plan(
         The plan: ``fits``, ``global_batch``, ``prediction`` (bytes by category at every moment), ``setup``, ``step_s``.
 
     Raises:
-        ConfigError: unknown model or device, or numbers that contradict each other.
+        ConfigError: unknown model or device, numbers or settings that contradict each other, or a model that would have
+            to be traced with a torch on which tracing does not work.
     """
     if (mem is None) == (gpu is None):
         raise ConfigError("give mem (40G) or gpu (A100-40G), one of the two")
@@ -70,4 +71,4 @@ def plan(
         fragmentation=frag, reserve_bytes=int(reserve_gib * GIB), min_micro_batch=min_micro_batch,
         bandwidth_gb_s=bandwidth_gb_s,
     )  # fmt: skip
-    return Planner(ModelSource(model, progress, {"config": model_config})).best(request)
+    return Planner(ModelSource(model, progress, {"config": model_config}, check=True)).best(request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from disco_ds.errors import ConfigError
@@ -39,10 +38,10 @@ class ModelSource:
     Args:
         name: an open_clip name, "demo", or a path to an open_clip JSON.
         progress: told when something is traced, since that takes seconds.
-        changes: fields of ModelConfig that differ from the defaults (``config``, ``freeze``, ``patch_dropout``); with
-            any of them the shipped table does not apply.
-        image_size: pixels, where it differs from the model's own.
-        context_length: tokens, where it differs.
+        changes: fields of ModelConfig that differ from the defaults (``config``, ``freeze``, ``patch_dropout``,
+            ``image_size``, ``context_length``); with any of them the shipped table does not apply.
+        check: before the first trace, see whether tracing works on this torch (3 s): for whoever decides by the answer
+            alone. A run compares its plan with what it measures instead.
     """
 
     def __init__(
@@ -50,16 +49,14 @@ class ModelSource:
         name: str,
         progress: Progress = say,
         changes: dict[str, Any] | None = None,
-        image_size: int | None = None,
-        context_length: int | None = None,
+        *,
+        check: bool = False,
     ) -> None:
         self.name = name
         self.progress = progress
         self.changes = {key: value for key, value in (changes or {}).items() if value not in (None, "none")}
-        self.image_size, self.context_length = image_size, context_length
-        own = not self.changes and image_size is None and context_length is None
-        self.known = shipped(name) if own else None
-        self._traced_config: dict[str, Any] | None = None
+        self.check = check
+        self.known = None if self.changes else shipped(name)
 
     def has(self, key: str) -> bool:
         """Whether a trace is there without running one."""
@@ -69,7 +66,7 @@ class ModelSource:
         """The model's coefficients with this trace in them.
 
         Raises:
-            ConfigError: the model cannot be built, or the policy does not fit it.
+            ConfigError: the model cannot be built, the policy does not fit it, or tracing does not pass its check.
         """
         key = trace_key(precision, checkpointing, attention, device)
         if self.known is None or key not in self.known.traces:
@@ -78,45 +75,34 @@ class ModelSource:
         return self.known
 
     def _trace(self, key: str, precision: str, checkpointing: str, attention: str, device: str) -> None:
-        self.progress(f"tracing {self.name}, {key} (not in the shipped table; a few seconds, no GPU needed) ...")
+        check = ", with a self-check first" if self.check else ""
+        self.progress(f"tracing {self.name}, {key} (not in the shipped table; a few seconds, no GPU needed{check}) ...")
         started = time.monotonic()
+        import torch
+
         from disco_ds.planner.trace import coefficients
 
-        found = coefficients(self._config(checkpointing), precision, attention=attention, device=device)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):  # a run that is traced on the way draws on as if it had not been
+            if self.check:
+                self._check()
+            found = coefficients(self._config(checkpointing), precision, attention=attention, device=device)
         if self.known is None:
             self.known = found
         else:
             self.known.traces.update(found.traces)
         self.progress(f"traced in {time.monotonic() - started:.1f} s")
 
+    def _check(self) -> None:
+        from disco_ds.planner.selfcheck import self_check
+
+        self_check()
+        self.check = False
+
     def _config(self, checkpointing: str) -> Any:
         from disco_ds.config import ModelConfig
 
-        fields = {"name": self.name, "checkpointing": checkpointing, **self.changes}
-        if self.image_size is None and self.context_length is None:
-            return ModelConfig(**fields)
-        if self._traced_config is None:
-            self._traced_config = self._resized(fields.get("config"))
-        return ModelConfig(**{**fields, "name": Path(self.name).stem, "config": self._traced_config})
-
-    def _resized(self, config: dict[str, Any] | None) -> dict[str, Any]:
-        import copy
-
-        import open_clip
-
-        from disco_ds.config import ModelConfig
-        from disco_ds.model import _registered_name
-
-        if config is None:
-            config = open_clip.get_model_config(_registered_name(ModelConfig(name=self.name)))
-        if config is None:
-            raise ConfigError(f"--model {self.name}: open_clip has no configuration of it")
-        config = copy.deepcopy(config)
-        if self.image_size is not None:
-            config["vision_cfg"]["image_size"] = self.image_size
-        if self.context_length is not None:
-            config["text_cfg"]["context_length"] = self.context_length
-        return config
+        return ModelConfig(**{"name": self.name, "checkpointing": checkpointing, **self.changes})
 
 
 def trace_shipped(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from disco_ds.config import ModelConfig
+from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import table
 from disco_ds.planner.storages import LiveStorages
 from disco_ds.planner.trace import build_meta, trace
@@ -22,7 +23,7 @@ BATCH = 64
 CASES = (("bf16", "none"), ("amp", "none"), ("amp", "full"), ("bf16", "ops"))
 
 
-class TraceError(RuntimeError):
+class TraceError(ConfigError):
     """Tracing gives other figures than it has to; the message says which, and with which torch."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import Coefficients
+from disco_ds.planner.models import ModelSource
 from disco_ds.planner.partitions import default_buckets
 from disco_ds.planner.search import Plan
 
@@ -54,39 +55,59 @@ def ds_config(plan: Plan, model: Coefficients) -> dict[str, Any]:
     return content
 
 
-def run_config(plan: Plan, name: str, data: str | None, samples: int | None) -> dict[str, Any]:
-    """The fields of RunConfig that a plan decides, and the two that a run cannot be without."""
+def run_config(plan: Plan, source: ModelSource, data: str | None, samples: int | None) -> dict[str, Any]:
+    """The fields of RunConfig that a plan decides or took as given, and the two that a run cannot be without."""
     setup = plan.setup
     run: dict[str, Any] = {
         "name": "planned",
         "global_batch": plan.global_batch,
         "micro_batch": plan.prediction.micro_batch,
         "precision": setup.precision,
-        "model": {"name": name, "checkpointing": setup.checkpointing},
+        "model": {"name": source.name, **source.changes, "checkpointing": setup.checkpointing},
         "loss": {"kind": "disco" if setup.loss == "open_clip" else setup.loss},
         "data": {"train": data or "demo"},
     }
     if setup.optimizer != "adamw":
         run["optimizer"] = {"name": setup.optimizer}
-    if setup.tile is not None:
+    if setup.tile is not None and setup.loss in ("one_block", "sigmoid"):
         run["loss"]["tile"] = setup.tile
+    if setup.keep_logits != "auto" and setup.loss == "one_block":
+        run["loss"]["keep_logits"] = setup.keep_logits
+    cached = {
+        **({"images": "device"} if setup.images_on_device else {}),
+        **({} if setup.reduce_once else {"reduce": "each"}),
+        **({"reuse_last": True} if setup.reuse_last else {}),
+    }
+    if cached:
+        run["cached"] = cached
     return {**run, "samples": samples} if samples is not None else {**run, "steps": 1000}
 
 
 def write_plan(
-    folder: Path, plan: Plan, model: Coefficients, name: str, data: str | None = None, samples: int | None = None
+    folder: Path, plan: Plan, source: ModelSource, data: str | None = None, samples: int | None = None
 ) -> tuple[Path, Path]:
     """Write both files; returns their paths.
+
+    Args:
+        folder: where; it is made.
+        plan: one that fits.
+        source: the model that it was made for.
+        data: ``data.train`` of the run; None: the embedded default.
+        samples: length of the run; None: 1,000 steps.
 
     Raises:
         ConfigError: the folder cannot be written to.
     """
     import yaml
 
-    head = f"# {plan.global_batch} pairs a step on {plan.setup.gpus} x {plan.request.device.name}, by disco-plan\n"
+    setup = plan.setup
+    model = source.get(setup.precision, setup.checkpointing, setup.attention, setup.device)
+    head = f"# {plan.global_batch} pairs a step on {setup.gpus} x {plan.request.device.name}, by disco-plan\n"
+    head += f"# {DS_CONFIG} has the same batch: for other micro-batches or another number of GPUs plan again,\n"
+    head += '# or write "auto" for its three batch keys\n'
     if data is None:
         head += "# data.train: put your shards here, or give --data.train; the length likewise (steps or samples)\n"
-    body = yaml.safe_dump(run_config(plan, name, data, samples), sort_keys=False, allow_unicode=True)
+    body = yaml.safe_dump(run_config(plan, source, data, samples), sort_keys=False, allow_unicode=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DS_CONFIG).write_text(json.dumps(ds_config(plan, model), indent=2) + "\n", encoding="utf-8")
