@@ -62,7 +62,9 @@ def _agreed(content: dict[str, Any], key: str, option: str, given: int | None, s
     value = _number(content, key)
     if value is not None and given is not None and value != given:
         raise ConfigError(
-            f'{option} is {given} but {key} in {source} is {value}: write "auto" there, or make them equal'
+            f'{option} is {given} but {key} in {source} is {value}: make them equal, or write "auto" there for '
+            "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps, which run file and "
+            "flags then decide"
         )
     return value if value is not None else given
 

@@ -43,11 +43,13 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def start_distributed(timeout_minutes: float = 30.0) -> torch.device:
-    """Join the process group (NCCL on GPUs, gloo on CPUs); returns this rank's device.
+def collective_timeout(timeout_minutes: float) -> timedelta:
+    """That of collectives: the watchdog's own comes first, since it can tell which rank is missing."""
+    return timedelta(minutes=2 * timeout_minutes)
 
-    The timeout is that of its collectives; the watchdog's own comes first, since it can tell which rank is missing.
-    """
+
+def start_distributed(timeout_minutes: float = 30.0) -> torch.device:
+    """Join the process group (NCCL on GPUs, gloo on CPUs); returns this rank's device."""
     import deepspeed
     import deepspeed.ops
 
@@ -58,7 +60,7 @@ def start_distributed(timeout_minutes: float = 30.0) -> torch.device:
         # init_distributed would compile a shared-memory extension for minutes; gloo serves as well
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
-        timeout = timedelta(minutes=2 * timeout_minutes)
+        timeout = collective_timeout(timeout_minutes)
         deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 

@@ -23,7 +23,7 @@ from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import TrainStream
 from disco_ds.ds_checks import read_ds_config, uses_deepspeed_checkpointing
 from disco_ds.ds_config import BatchPlan, EngineConfig, resolve
-from disco_ds.engine import build_engine, configure_checkpointing
+from disco_ds.engine import build_engine, collective_timeout, configure_checkpointing
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 from disco_ds.evaluate import check_evaluation
 from disco_ds.loss import build_loss
@@ -101,10 +101,13 @@ def on_rank_0(action: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
-def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, plan: bool = False) -> Run:
+def prepare(
+    config: RunConfig, ds_config: str | Path, device: torch.device, watchdog: Watchdog, *, plan: bool = False
+) -> Run:
     """Check, build and resume. Raises the same error on every rank before anything on disk has changed.
 
     Args:
+        watchdog: is told how far this has come, and goes on to watch the run.
         plan: let the planner fill what run and ds_config leave open, for the device at hand.
 
     Raises:
@@ -118,8 +121,10 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
         world_size, engine_config.zero_stage, engine_config.precision, global_batch, model_identity(config),
         config.optimizer.name,
     )  # fmt: skip
+    watchdog.note("starts: looks at data and checkpoints")
     checkpoint = _check_cheaply(config, engine_config, folder, identity)
 
+    watchdog.note("starts: builds the model")
     model = _build_towers(config, engine_config)
     tokenizer = build_tokenizer(config.model)
     transform = build_transform(model, training=True, augment=config.data.augment)
@@ -127,10 +132,12 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
     steps = total_steps(config, global_batch)
     schedule = build_schedule(config.schedule, peak=config.optimizer.lr, steps=steps, global_batch=global_batch)
 
+    watchdog.note("starts: builds the engine")
     torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks; a checkpoint brings its own
     engine = build_engine(model, config.optimizer, engine_config)
     state, aside = RunState(step=0, samples_seen=0, cursor=None), None
     if checkpoint is not None:
+        watchdog.note(f"starts: reads {checkpoint.name}")
         state = load_checkpoint(engine, checkpoint, identity)
         aside = _leave_behind(checkpoint, folder / "checkpoints")
     stream = TrainStream(
@@ -151,8 +158,8 @@ def prepare(config: RunConfig, ds_config: str | Path, device: torch.device, *, p
         train_step=_train_step(config, engine_config, engine, device),
         schedule=schedule,
         telemetry=telemetry,
-        control=dist.new_group(backend="gloo"),
-        watchdog=_watchdog(config, rank, world_size),
+        control=dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_minutes)),
+        watchdog=watchdog,
         state=state,
         identity=identity,
     )
@@ -241,11 +248,6 @@ def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, dev
     )
 
 
-def _watchdog(config: RunConfig, rank: int, world_size: int) -> Watchdog:
-    store = dist.distributed_c10d._get_default_store()
-    return Watchdog(store, rank=rank, world_size=world_size, timeout_s=60 * config.timeout_minutes)
-
-
 def model_identity(config: RunConfig) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit."""
     return config.model.model_dump(mode="json", include={"name", "config", "freeze", "image_size", "context_length"})
@@ -258,14 +260,16 @@ def _find_shards(config: RunConfig) -> list[Source]:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the run's folder.
+    """Try the run's folder, or the nearest one above it that is there; nothing is left behind.
 
     Raises:
         ConfigError: nothing can be written there.
     """
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryDirectory(dir=there):
             pass
     except OSError as error:
         raise ConfigError(f"runs_dir: nothing can be written to {folder}: {error}. Choose another --runs_dir") from None

@@ -18,6 +18,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
+
 EXIT_STATUS = 75
 """Exit status of a rank that the watchdog ended (EX_TEMPFAIL: starting again may help)."""
 PULSE_S = 2.0
@@ -32,6 +34,12 @@ class Watchdog:
         rank, world_size: this process's place.
         timeout_s: seconds without a note after which the run is over.
     """
+
+    @classmethod
+    def of_process_group(cls, timeout_minutes: float) -> Watchdog:
+        """One on the store of the default process group."""
+        store = dist.distributed_c10d._get_default_store()
+        return cls(store, rank=dist.get_rank(), world_size=dist.get_world_size(), timeout_s=60 * timeout_minutes)
 
     def __init__(self, store: Any, *, rank: int, world_size: int, timeout_s: float) -> None:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s

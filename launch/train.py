@@ -38,17 +38,22 @@ def main() -> None:
     device = start_distributed(config.timeout_minutes)
     from disco_ds.setup import prepare, start_logging
     from disco_ds.train import train
+    from disco_ds.watchdog import Watchdog
 
     start_logging(rank())
+    watchdog, run = Watchdog.of_process_group(config.timeout_minutes), None
+    ds_config = launch.ds_config or ROOT / "ds_configs" / "zero2.json"
     try:
-        run = prepare(config, launch.ds_config or ROOT / "ds_configs" / "zero2.json", device, plan=launch.plan)
-    except (ConfigError, DataError, CheckpointError) as error:
-        fail(error)
-    try:
+        run = prepare(config, ds_config, device, watchdog, plan=launch.plan)
         train(run)
-    except Exception as error:  # this rank alone may have failed: it says who and where it is, then what
-        print(f"[rank {rank()}] failed after step {run.state.step}: {error}", file=sys.stderr, flush=True)
-        others = run.watchdog.blame(error)
+    except Exception as error:
+        if run is None and isinstance(error, (ConfigError, DataError, CheckpointError)):
+            watchdog.close()
+            fail(error)
+        # this rank alone may have failed: it says who and where it is, then what
+        where = "while it started" if run is None else f"after step {run.state.step}"
+        print(f"[rank {rank()}] failed {where}: {error}", file=sys.stderr, flush=True)
+        others = watchdog.blame(error)
         if others:
             print(f"[rank {rank()}] {others}", file=sys.stderr, flush=True)
         raise

@@ -44,8 +44,9 @@ COMMANDS = sorted({(command, page.name) for page in PAGES for command in command
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working folder with the files that commands name."""
-    (tmp_path / "plan").mkdir()
-    for name in ("run.yaml", "plan/run.yaml"):
+    for name in ("plan", "runs/b32-32k"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("run.yaml", "plan/run.yaml", "runs/b32-32k/config.yaml"):
         (tmp_path / name).write_text(yaml.safe_dump({"data": {"train": "x.tar"}, "steps": 1}))
     (tmp_path / "plan" / "ds_config.json").write_text("{}")
     for name in ("ds_configs", "launch", "disco_ds", "benchmarks", "tests"):
@@ -88,6 +89,8 @@ def check(words: list[str]) -> None:
         project = (ROOT / "pyproject.toml").read_text()
         extras = re.search(r"\[([\w,]+)\]", " ".join(words))
         assert extras is None or all(re.search(rf"^{name} = \[", project, re.M) for name in extras.group(1).split(","))
+    elif program in ("git", "cd"):
+        assert words in (["git", "clone", "https://github.com/disco-ds/disco_ds"], ["cd", "disco_ds"])
     elif program == "sbatch":
         assert (ROOT / "launch" / "slurm.sh").stat().st_mode & 0o100
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -262,3 +263,11 @@ def test_a_known_model_is_answered_without_torch_and_pydantic():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
+
+
+def test_a_reader_that_has_enough_ends_it_quietly():
+    command = f"{shlex.quote(sys.executable)} -m disco_ds.cli.plan --gpus 8 --mem 40G --compare | head -1"
+    done = subprocess.run(["bash", "-c", command + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True)
+    assert done.stdout.startswith("ViT-B-32")
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)  # all may fit into the pipe

@@ -323,6 +323,7 @@ def test_a_start_that_a_kill_has_torn_does_not_take_the_next_one_with_it(tmp_pat
 
 
 def test_the_comparison_of_memory_as_a_run_writes_it(tmp_path, capsys):
+    from contextlib import nullcontext
     from types import SimpleNamespace
 
     from disco_ds.planner.coefficients import shipped
@@ -336,7 +337,8 @@ def test_the_comparison_of_memory_as_a_run_writes_it(tmp_path, capsys):
     measured = Measured(int(planned * 1.08), int(planned * 1.2), {"parameters": 303 << 20, "optimizer": 1 << 28})
     run = make_run(tmp_path / "run")
     (run / "memory.json").unlink()
-    record_memory(SimpleNamespace(folder=run, state=SimpleNamespace(step=3)), prediction, measured)
+    telemetry = SimpleNamespace(surviving=lambda what: nullcontext())
+    record_memory(SimpleNamespace(folder=run, state=SimpleNamespace(step=3), telemetry=telemetry), prediction, measured)
     parts = memory_parts(read_runs([run])[0])
     assert sum(parts["planned"].values()) == prediction.peak_bytes - (1 << 30)
     assert sum(parts["measured"].values()) == measured.reserved

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds import checkpoint_files as files
-from disco_ds.cli.parser import Parser, completing
+from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import CheckpointError, ConfigError
 
 GIB = 2**30
 
 
+@to_a_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; exit status 0: all well, 1: a checkpoint does not verify, 2: the input is wrong."""
     try:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disco_ds.cli import data_check, data_index, data_make, data_show
-from disco_ds.cli.parser import Parser, completing
+from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import ConfigError, DataError
 
 
+@to_a_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit status (2: the user has to change something, the message says what)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disco_ds.cli.options import leaf_fields, parse
-from disco_ds.cli.parser import Parser, completing
+from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:  # torch and open_clip take seconds, --help does not
@@ -30,6 +30,7 @@ SHORT = {
 """Options that are fields of a run under a shorter name."""
 
 
+@to_a_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate; exit status 0: done, 2: the input is wrong, the message says where."""
     first = os.environ.get("RANK", "0") == "0"

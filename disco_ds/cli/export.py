@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from disco_ds.cli.parser import Parser, completing
+from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import CheckpointError, ConfigError
 
 GIB = 2**30
 
 
+@to_a_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Export; exit status 0: written, 2: the input is wrong, the message says where."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported, whose classes are in the files

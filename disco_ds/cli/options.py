@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -241,10 +240,3 @@ def parse(argv: Sequence[str], *, prog: str, demo: Path) -> tuple[RunConfig, Lau
         return RunConfig.model_validate(content), launch
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, source)) from None
-
-
-def fail(error: Exception, rank: int = 0) -> NoReturn:
-    """Say on rank 0 what is wrong with the user's input, without a traceback, and exit with status 2 everywhere."""
-    if rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(2)

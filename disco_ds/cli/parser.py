@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
-from typing import Any, NoReturn
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec
 
 from disco_ds.errors import ConfigError
+
+Arguments = ParamSpec("Arguments")
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,6 +24,22 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def to_a_pipe(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """A command's main that ends quietly when its reader does, as in ``disco-plan … | head -2``."""
+
+    @functools.wraps(main)
+    def wrapped(*arguments: Arguments.args, **options: Arguments.kwargs) -> int:
+        try:
+            status = main(*arguments, **options)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer goes there
+            return 141  # as the shell has it of a program that SIGPIPE ended
+        return status
+
+    return wrapped
 
 
 def completing(parser: Parser) -> Parser:

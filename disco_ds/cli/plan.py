@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from disco_ds.cli.parser import Parser, completing
+from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import ConfigError
 from disco_ds.planner import from_ds_config
 from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
@@ -20,6 +20,7 @@ from disco_ds.planner.report import as_json, compare, text_report
 from disco_ds.planner.search import Plan, Planner, Request, changed, stages, with_accumulation
 
 
+@to_a_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer; exit status 0: it fits, 1: it does not, 2: the question has to be changed, the message says where."""
     words = list(sys.argv[1:] if argv is None else argv)

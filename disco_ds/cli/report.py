@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from disco_ds.cli.parser import Parser, completing
+from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import ConfigError
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 
 
+@to_a_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report; exit status 0: written, 2: the input is wrong."""
     try:
