@@ -195,8 +195,8 @@ def _check_cheaply(config: RunConfig, engine_config: EngineConfig, folder: Path,
     if config.loss.overlap is True and not _can_overlap(config, engine_config):
         raise ConfigError(
             "loss.overlap true: texts are gathered while images are encoded in whole steps at ZeRO 0 to 2 alone, this "
-            f"run has ZeRO {engine_config.zero_stage} and micro-batches: {engine_config.batch.accumulation}; leave it at "
-            "auto"
+            f"run has ZeRO {engine_config.zero_stage} and micro-batches: {engine_config.batch.accumulation}; leave it "
+            "at auto"
         )
     check_logging(config.logging)
     check_evaluation(config.evaluation)
