@@ -164,13 +164,25 @@ def prepare(
         identity=identity,
     )
     if rank == 0:
-        (folder / "config.yaml").write_text(config.to_yaml())
+        (folder / "config.yaml").write_text(_as_it_runs(config, engine_config).to_yaml())
         telemetry.say(describe(run, checkpoint) + (f"\n  planned   {planned}" if planned else ""))
         if aside is not None:
             telemetry.say(
                 f"what was saved after step {state.step} is now in {aside}: the run takes another way from there"
             )
     return run
+
+
+def _as_it_runs(config: RunConfig, engine_config: EngineConfig) -> RunConfig:
+    """With what the ds_config or the device decided; micro-batches stay open, they hang on the number of ranks."""
+    clip_norm = float(engine_config.deepspeed["gradient_clipping"])
+    return config.model_copy(
+        update={
+            "global_batch": engine_config.batch.global_batch,
+            "precision": engine_config.precision,
+            "optimizer": config.optimizer.model_copy(update={"clip_norm": clip_norm}),
+        }
+    )
 
 
 def _leave_behind(checkpoint: Path, folder: Path) -> Path | None:

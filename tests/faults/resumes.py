@@ -15,6 +15,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
+
 from disco_ds import checkpoint_files as files
 from tests.faults.forked import import_everything, losses, start, train, write_run
 from tests.ranks import ROOT
@@ -103,6 +105,23 @@ def other_run(folder: Path) -> dict:
     train(config, 2, "--steps", "8", "--optimizer.weight_decay", "0.9", "--optimizer.lr", "2e-3")
     line = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert (line["step"], line["lr"]) == (8, 2e-3)
+    return {}
+
+
+def own_config(folder: Path) -> dict:
+    """A run's config.yaml says what it ran with, the ds_config's part too, and starts it again."""
+    config = write_run(folder, global_batch=None, steps=4)
+    ds_config = folder / "ds_config.json"
+    batch = {"train_batch_size": 24, "gradient_accumulation_steps": 2}
+    ds_config.write_text(json.dumps({**batch, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2}}))
+    train(config, 2, "--ds_config", str(ds_config))
+    saved = folder / "run" / "config.yaml"
+    content = yaml.safe_load(saved.read_text())
+    found = content["global_batch"], content["precision"], content["optimizer"]["clip_norm"], content["micro_batch"]
+    assert found == (24, "fp32", 0.5, None)
+    assert "going on from step-00000004" in train(saved, 2, "--ds_config", str(ds_config), "--steps", "6")
+    assert "going on from step-00000006" in train(saved, 1, *stage(1), "--micro_batch", "6", "--steps", "8")
+    assert max(losses(folder)) == 8
     return {}
 
 
@@ -226,7 +245,7 @@ def small_disk(folder: Path, size: int):
         checkpoint_writer._Hashed.write = whole  # type: ignore[method-assign]
 
 
-SCENARIOS = (other_ranks, damage, other_run, going_back, signals, full_disk)
+SCENARIOS = (other_ranks, damage, other_run, own_config, going_back, signals, full_disk)
 
 
 def main(folder: Path, names: list[str]) -> dict:
