@@ -63,6 +63,11 @@ class Watchdog:
     def _key(self, rank: int, what: str = "progress") -> str:
         return f"disco_ds/{what}/{rank}"
 
+    def _read(self, rank: int, what: str = "progress") -> str:
+        """What a rank has last said; empty if it has not, where a store's ``get`` would wait for it."""
+        key = self._key(rank, what)
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
     def _pulse(self, beat: int) -> None:
         with suppress(Exception):  # the store goes with rank 0; whoever needs it next says so
             self.store.set(self._key(self.rank, "pulse"), str(beat))
@@ -91,16 +96,16 @@ class Watchdog:
             return "rank 0 is gone: the store that it keeps for all ranks cannot be reached"
 
     def _blame_others(self) -> str:
-        before = {rank: self.store.get(self._key(rank, "pulse")) for rank in range(self.world_size)}
+        before = {rank: self._read(rank, "pulse") for rank in range(self.world_size)}
         time.sleep(3 * self._period_s)
         lines = []
         for rank, beat in before.items():
-            doing = self.store.get(self._key(rank)).decode().partition(" ")[2]
+            doing = self._read(rank).partition(" ")[2] or "before it started"
             if self.store.check([self._key(rank, "failed")]):
-                reason = self.store.get(self._key(rank, "failed")).decode()
+                reason = self._read(rank, "failed")
                 if reason:
                     lines.append(f"rank {rank} failed ({doing}): {reason}")
-            elif self.store.get(self._key(rank, "pulse")) == beat:
+            elif self._read(rank, "pulse") == beat:
                 lines.append(f"rank {rank} is gone (killed, or its machine lost); last seen: {doing}")
         return "; ".join(lines) or "all ranks are alive: a connection between two of them was lost"
 
@@ -109,8 +114,11 @@ class Watchdog:
         lines = []
         for rank in range(self.world_size):
             try:
-                when, _, doing = self.store.get(self._key(rank)).decode().partition(" ")
-                lines.append((float(when), f"  rank {rank}: {doing} ({time.time() - float(when):.0f} s ago)"))
+                when, _, doing = self._read(rank).partition(" ")
+                if when:
+                    lines.append((float(when), f"  rank {rank}: {doing} ({time.time() - float(when):.0f} s ago)"))
+                else:
+                    lines.append((0.0, f"  rank {rank}: never seen"))
             except Exception as error:  # the store's host may be the one that died
                 lines.append((0.0, f"  rank {rank}: unknown ({type(error).__name__}: the store on rank 0 is gone)"))
         lines.sort()

@@ -38,6 +38,22 @@ def test_a_rank_that_hangs_is_named():
     assert blamed < other, text
 
 
+def one_rank_was_never_there():
+    from disco_ds.watchdog import Watchdog
+
+    if dist.get_rank() == 0:
+        Watchdog(dist.distributed_c10d._get_default_store(), rank=0, world_size=2, timeout_s=2.0)
+    time.sleep(60)
+
+
+def test_a_rank_that_is_lost_before_it_is_watched_is_named():
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(one_rank_was_never_there, 2, timeout_s=40)
+    text = str(caught.value)
+    assert "exit 75" in text, text
+    assert text.index("rank 1: never seen") < text.index("rank 0: starts"), text
+
+
 def one_rank_is_killed():
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
