@@ -1,6 +1,6 @@
 """The loss at the size of the published claim: B = 196,608 pairs over 64 ranks, on one machine.
 
-    python benchmarks/scale.py                                  # a quarter of an hour of two CPU cores
+    python benchmarks/scale.py                                  # 7 to 13 minutes of two CPU cores
     python benchmarks/scale.py --ranks 8 --pairs-per-rank 96    # a second
 
 Ranks are threads of one process and talk through memory; each runs ``disco_ds.contrastive_loss`` as it is, forward and

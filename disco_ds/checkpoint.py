@@ -68,7 +68,7 @@ class Retention:
     keep_every_steps: int | None = None
 
 
-def choose_checkpoint(resume: str | Path, folder: Path) -> Path | None:
+def choose_checkpoint(resume: str | Path, folder: Path, progress: files.Progress = files.no_progress) -> Path | None:
     """The checkpoint to go on from, by the rule of ``RunConfig.resume``; None for a fresh start.
 
     "auto" takes the newest that verifies and warns of those that it passes over. A collective: ranks share the reading
@@ -91,7 +91,7 @@ def choose_checkpoint(resume: str | Path, folder: Path) -> Path | None:
         )
     skipped: list[str] = []
     for candidate in found if resume == "auto" else found[:1]:
-        faults = shared_faults(candidate)
+        faults = shared_faults(candidate, progress)
         if not faults:
             if skipped and dist.get_rank() == 0:
                 log.warning("checkpoints that do not verify were passed over: %s", "; ".join(skipped))
@@ -105,10 +105,10 @@ def choose_checkpoint(resume: str | Path, folder: Path) -> Path | None:
     )
 
 
-def shared_faults(path: Path) -> list[str]:
+def shared_faults(path: Path, progress: files.Progress = files.no_progress) -> list[str]:
     """What is wrong with a checkpoint; the ranks share the reading. A collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, files.faults(path, part=dist.get_rank(), parts=dist.get_world_size()))
+    dist.all_gather_object(everyone, files.faults(path, dist.get_rank(), dist.get_world_size(), progress))
     return list(dict.fromkeys(fault for found in everyone for fault in found))
 
 

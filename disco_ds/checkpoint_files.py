@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ FORMAT = 2
 UNFINISHED = "tmp-"
 _NAME = re.compile(r"step-(\d{8,})")
 _BLOCK_BYTES = 1 << 22
+
+
+Progress = Callable[[str], object]
+
+
+def no_progress(_: str) -> None:
+    """Nobody looks."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +88,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def faults(path: Path, *, part: int = 0, parts: int = 1) -> list[str]:
+def faults(path: Path, part: int = 0, parts: int = 1, progress: Progress = no_progress) -> list[str]:
     """What is wrong with a checkpoint, a line each; empty when every file has its size and SHA-256.
 
     Args:
         part, parts: look only at file number ``part``, ``part + parts``, …: ranks share the reading.
+        progress: told of each file before it is read.
     """
     try:
         manifest = read_manifest(path)
@@ -93,6 +102,7 @@ def faults(path: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     wrong = []
     for name, saved in sorted(manifest["files"].items())[part::parts]:
         file = path / name
+        progress(f"reads {path.name}/{name}")
         size = file.stat().st_size if file.is_file() else None
         if size != saved["bytes"]:
             wrong.append(f"{name} has {'no' if size is None else size} bytes, {saved['bytes']} were saved")
@@ -135,15 +145,20 @@ def set_aside(folder: Path, after: int) -> Path | None:
     Raises:
         OSError: the file system refuses.
     """
-    later = [path for path in folder.iterdir() if step_of(path) > after]
+    later = [path for path in folder.iterdir() if step_of(path) > after] if folder.is_dir() else []
     if not later:
         return None
-    number = 1 + sum(1 for _ in folder.glob("aside-*"))
+    aside = _new_aside(folder)
+    for path in later:
+        path.rename(aside / path.name)
+    return aside
+
+
+def _new_aside(folder: Path) -> Path:
+    number = 1
     while (aside := folder / f"aside-{number}").exists():
         number += 1
     aside.mkdir()
-    for path in later:
-        path.rename(aside / path.name)
     return aside
 
 
@@ -160,7 +175,9 @@ def publish(unfinished: Path, target: Path, manifest: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     for folder in (*{path.parent for path in unfinished.rglob("*")}, unfinished):
         flush_folder(folder)
-    if target.exists():  # a folder of that name without a manifest
+    if (target / MANIFEST).exists():
+        target.rename(_new_aside(target.parent) / target.name)
+    elif target.exists():  # half deleted
         remove(target)
     os.rename(unfinished, target)
     flush_folder(target.parent)

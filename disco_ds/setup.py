@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from disco_ds.checkpoint import Identity, RunState, check_resumable, choose_checkpoint, load_checkpoint
-from disco_ds.checkpoint_files import set_aside, step_of
+from disco_ds.checkpoint_files import set_aside
 from disco_ds.config import RunConfig, total_steps
 from disco_ds.data.cursor import check_stream
 from disco_ds.data.heldout import probe, read_heldout
@@ -122,7 +122,7 @@ def prepare(
         config.optimizer.name,
     )  # fmt: skip
     watchdog.note("starts: looks at data and checkpoints")
-    checkpoint = _check_cheaply(config, engine_config, folder, identity)
+    checkpoint = _check_cheaply(config, engine_config, folder, identity, watchdog)
 
     watchdog.note("starts: builds the model")
     model = _build_towers(config, engine_config)
@@ -135,11 +135,10 @@ def prepare(
     watchdog.note("starts: builds the engine")
     torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks; a checkpoint brings its own
     engine = build_engine(model, config.optimizer, engine_config)
-    state, aside = RunState(step=0, samples_seen=0, cursor=None), None
+    state = RunState(step=0, samples_seen=0, cursor=None)
     if checkpoint is not None:
         watchdog.note(f"starts: reads {checkpoint.name}")
         state = load_checkpoint(engine, checkpoint, identity)
-        aside = _leave_behind(checkpoint, folder / "checkpoints")
     stream = TrainStream(
         config.data, global_batch=global_batch, rank=rank, world_size=world_size, seed=config.seed,
         transform=transform, tokenizer=tokenizer, cursor=state.cursor,
@@ -163,12 +162,13 @@ def prepare(
         state=state,
         identity=identity,
     )
+    aside = None if checkpoint is None else _leave_behind(checkpoint, state.step, run.checkpoints)
     if rank == 0:
         (folder / "config.yaml").write_text(_as_it_runs(config, engine_config).to_yaml())
         telemetry.say(describe(run, checkpoint) + (f"\n  planned   {planned}" if planned else ""))
         if aside is not None:
             telemetry.say(
-                f"what was saved after step {state.step} is now in {aside}: the run takes another way from there"
+                f"another way from step {state.step}: the checkpoints that this run leaves behind are now in {aside}"
             )
     return run
 
@@ -185,21 +185,23 @@ def _as_it_runs(config: RunConfig, engine_config: EngineConfig) -> RunConfig:
     )
 
 
-def _leave_behind(checkpoint: Path, folder: Path) -> Path | None:
-    """Of the run's own checkpoints, those after the one it goes on from: of a way not taken, or damaged."""
+def _leave_behind(checkpoint: Path, step: int, folder: Path) -> Path | None:
+    """Move aside what the run has saved on a way that it does not take: after the checkpoint that it goes on from, or,
+    where that one is from elsewhere, all of it."""
+    after = step if checkpoint.resolve().parent == folder.resolve() else -1
 
     def act() -> Path | None:
-        if checkpoint.parent.resolve() != folder.resolve():
-            return None
         try:
-            return set_aside(folder, after=step_of(checkpoint))
+            return set_aside(folder, after)
         except OSError as error:
-            raise CheckpointError(f"what was saved after {checkpoint} could not be moved aside: {error}") from error
+            raise CheckpointError(f"what is in {folder} could not be moved aside: {error}") from error
 
     return on_rank_0(act)
 
 
-def _check_cheaply(config: RunConfig, engine_config: EngineConfig, folder: Path, identity: Identity) -> Path | None:
+def _check_cheaply(
+    config: RunConfig, engine_config: EngineConfig, folder: Path, identity: Identity, watchdog: Watchdog
+) -> Path | None:
     """What can be found wrong before anything is built; returns the checkpoint to go on from."""
     zero = engine_config.deepspeed["zero_optimization"]
     offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
@@ -213,7 +215,7 @@ def _check_cheaply(config: RunConfig, engine_config: EngineConfig, folder: Path,
     check_logging(config.logging)
     check_evaluation(config.evaluation)
     sources = on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
-    checkpoint = choose_checkpoint(config.resume, folder / "checkpoints")
+    checkpoint = choose_checkpoint(config.resume, folder / "checkpoints", lambda what: watchdog.note(f"starts: {what}"))
     cursor = None if checkpoint is None else on_rank_0(lambda: check_resumable(checkpoint, identity))
     check_stream(config.data, sources, identity.global_batch, identity.world_size, config.seed, cursor)
     on_rank_0(lambda: check_writable(folder))

@@ -18,7 +18,7 @@ from disco_ds.checkpoint import Retention, save_checkpoint
 from disco_ds.data.cursor import merge_states
 from disco_ds.data.stream import Batch
 from disco_ds.engine import gradient_norm
-from disco_ds.errors import CheckpointError, ConfigError
+from disco_ds.errors import CheckpointError
 from disco_ds.evaluate import EvalResult, evaluate, format_result
 from disco_ds.model import preprocessing
 from disco_ds.optimizer import set_learning_rate
@@ -86,7 +86,7 @@ def compare_memory(run: Run) -> None:
         return
     try:
         prediction = live.predict_run(run.config, run.engine_config, device=run.device)
-    except ConfigError as error:  # an optimizer or model that the planner does not know is no reason to stop
+    except Exception as error:  # a model that cannot be traced is no reason to stop: this is advice
         run.telemetry.say(f"memory: not predicted ({error})")
         return
     measured = live.measure(run.engine, run.device)

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from disco_ds.errors import CheckpointError, ConfigError, DataError, DivergedError
+
 EXIT_STATUS = 75
 """Exit status of a rank that the watchdog ended (EX_TEMPFAIL: starting again may help)."""
 PULSE_S = 2.0
@@ -37,8 +39,12 @@ class Watchdog:
 
     @classmethod
     def of_process_group(cls, timeout_minutes: float) -> Watchdog:
-        """One on the store of the default process group."""
+        """One on the store of the default process group.
+
+        By a connection of its own: that of the process group is locked while a rank waits for another in it.
+        """
         store = dist.distributed_c10d._get_default_store()
+        store = store.clone() if hasattr(store, "clone") else store  # from torch 2.9
         return cls(store, rank=dist.get_rank(), world_size=dist.get_world_size(), timeout_s=60 * timeout_minutes)
 
     def __init__(self, store: Any, *, rank: int, world_size: int, timeout_s: float) -> None:
@@ -88,12 +94,17 @@ class Watchdog:
 
         For a lost connection it takes some seconds: the time for pulses to be missed.
         """
-        own = not (isinstance(error, RuntimeError) and _CONNECTION.search(str(error)))
+        told = isinstance(error, (ConfigError, DataError, CheckpointError, DivergedError))
+        own = told or not (isinstance(error, RuntimeError) and _CONNECTION.search(str(error)))
         try:
-            self.store.set(self._key(self.rank, "failed"), str(error).strip().split("\n")[0][:300] if own else "")
+            self.tell(error if own else "")
             return "" if own else self._blame_others()
         except Exception:  # whatever the store's client raises when its host is gone
             return "rank 0 is gone: the store that it keeps for all ranks cannot be reached"
+
+    def tell(self, error: BaseException | str) -> None:
+        """Let the others know that this rank ends, and why."""
+        self.store.set(self._key(self.rank, "failed"), str(error).strip().split("\n")[0][:300])
 
     def _blame_others(self) -> str:
         before = {rank: self._read(rank, "pulse") for rank in range(self.world_size)}

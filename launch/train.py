@@ -48,6 +48,7 @@ def main() -> None:
         train(run)
     except Exception as error:
         if run is None and isinstance(error, (ConfigError, DataError, CheckpointError)):
+            watchdog.tell(error)
             watchdog.close()
             fail(error)
         # this rank alone may have failed: it says who and where it is, then what

@@ -78,6 +78,7 @@ def test_publishing_takes_the_place_of_a_damaged_one(tmp_path):
     make(tmp_path, 7, b"new")
     assert files.faults(path) == []
     assert (path / "engine" / "a.pt").read_bytes() == b"new"
+    assert (tmp_path / "aside-1" / path.name / "engine" / "a.pt").read_bytes() == b"?"  # and nothing is deleted
 
 
 def test_what_comes_after_a_step_is_moved_aside_and_never_counts_again(tmp_path):

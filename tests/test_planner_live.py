@@ -9,7 +9,7 @@ from disco_ds.config import RunConfig
 from disco_ds.ds_config import resolve
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import shipped
-from disco_ds.planner.live import Measured, compare, fill_auto, predict_run
+from disco_ds.planner.live import Measured, compare, fill_auto, planned_buckets, predict_run
 from disco_ds.planner.memory import Setup, predict
 from disco_ds.planner.selfcheck import PROBE
 
@@ -87,6 +87,20 @@ def test_options_of_loss_and_cached_form_are_counted_as_in_the_run_that_follows(
     assert {name: moment.bytes for name, moment in prediction.moments.items()} == {
         name: moment.bytes for name, moment in plan.prediction.moments.items()
     }
+
+
+@pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3}, {"stage": 2, "reduce_bucket_size": 123457}])
+def test_keys_that_a_ds_config_leaves_out_are_planned_as_they_are_filled_in(zero):
+    content = {"zero_optimization": zero}
+    config, filled, plan = fill_auto(run_config(global_batch=64), content, world_size=2, device=CPU, progress=quiet)
+    resolved = resolve(config, filled, world_size=2, on_gpu=False, source="test")
+    prediction = predict_run(config, resolved, device=CPU, progress=quiet)
+    assert prediction.peak.bytes == plan.prediction.peak.bytes
+    # and on a GPU, where "auto" overlaps, the same buckets
+    model = shipped("ViT-B-32")
+    planned = planned_buckets(content, model, "cuda")
+    assert planned.overlap
+    assert planned.reduce == zero.get("reduce_bucket_size", planned.reduce) <= model.parameters + 1
 
 
 def test_kept_logits_make_the_largest_batch_smaller():

@@ -12,8 +12,9 @@ from disco_ds.config import RunConfig
 from disco_ds.ds_config import EngineConfig, choose_precision, plan_batch
 from disco_ds.errors import ConfigError
 from disco_ds.planner import from_ds_config
+from disco_ds.planner.coefficients import Coefficients
 from disco_ds.planner.devices import DEVICES, GIB, Device
-from disco_ds.planner.memory import OPTIMIZER_BYTES, Prediction, Setup, predict
+from disco_ds.planner.memory import OPTIMIZER_BYTES, Buckets, Prediction, Setup, predict
 from disco_ds.planner.models import ModelSource, Progress, say
 from disco_ds.planner.report import gib, headline
 from disco_ds.planner.search import Plan, Planner, Request, changed, with_accumulation
@@ -109,7 +110,14 @@ def _request(
         # a machine's memory is not the planner's to fill: a tenth of it, and no fragmentation to speak of
         request = changed(request, fragmentation=1.0, reserve_bytes=int(0.9 * request.device.usable_bytes))
     model = model_source.get(request.precision, "none" if policy == "auto" else policy, "flash", device.type)
-    return changed(request, buckets=from_ds_config.buckets(content, model, device.type)), model_source
+    return changed(request, buckets=planned_buckets(content, model, device.type)), model_source
+
+
+def planned_buckets(content: dict[str, Any], model: Coefficients, device: str) -> Buckets:
+    """Those of a ds_config whose absent keys will be filled in as those that say "auto"."""
+    keys = ("reduce_bucket_size", "overlap_comm", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+    zero = {**dict.fromkeys(keys, "auto"), **content.get("zero_optimization", {})}
+    return from_ds_config.buckets({**content, "zero_optimization": zero}, model, device)
 
 
 def _step_options(config: RunConfig) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def ds_config(plan: Plan, model: Coefficients) -> dict[str, Any]:
             "reduce_bucket_size": buckets.reduce,
         }
     if setup.zero in (1, 2):
-        zero |= {"reduce_scatter": True, "allgather_bucket_size": buckets.reduce}
+        zero |= {"reduce_scatter": True, "allgather_bucket_size": buckets.reduce + buckets.reduce % 2}
     if setup.zero == 3:
         zero |= {
             "stage3_prefetch_bucket_size": buckets.reduce,

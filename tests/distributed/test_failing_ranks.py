@@ -10,6 +10,27 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 
 
+def test_rank_0_speaks_before_it_waits(monkeypatch, capsys):
+    """The launcher ends it as soon as another rank has exited."""
+    from disco_ds import failing
+    from disco_ds.errors import ConfigError
+
+    class Store:
+        def set(self, key, value):
+            pass
+
+        def wait(self, keys, timeout):
+            assert capsys.readouterr().err == "error: steps is 0\n"
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(failing, "_store", Store)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(KeyboardInterrupt):
+        failing.fail(ConfigError("steps is 0"))
+
+
 def cannot_start(case):
     from disco_ds.errors import ConfigError
     from disco_ds.failing import fail

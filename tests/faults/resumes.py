@@ -133,7 +133,7 @@ def going_back(folder: Path) -> dict:
     back = checkpoints / "step-00000008"
     output = train(config, 2, "--resume", str(back), "--steps", "10", "--optimizer.lr", "2e-3")
     assert "going on from step-00000008" in output, output
-    assert f"what was saved after step 8 is now in {checkpoints / 'aside-1'}" in output, output
+    assert f"another way from step 8: the checkpoints that this run leaves behind are now in {checkpoints}" in output
     assert sorted(path.name for path in (checkpoints / "aside-1").iterdir()) == ["step-00000012", "step-00000016"]
     assert not any(map(files.faults, (checkpoints / "aside-1").iterdir()))
     output = train(config, 2, "--optimizer.lr", "2e-3")  # goes on along the new way
@@ -142,6 +142,12 @@ def going_back(folder: Path) -> dict:
     found = losses(folder)
     assert {k: v for k, v in found.items() if k <= 9} == {k: v for k, v in expected.items() if k <= 9}
     assert found[16] != expected[16]
+    elsewhere = checkpoints / "aside-1" / "step-00000012"
+    output = train(config, 2, "--resume", str(elsewhere), "--steps", "13")  # back to the way that was left
+    assert f"are now in {checkpoints / 'aside-2'}" in output, output
+    assert [path.name for path in files.find_checkpoints(checkpoints)] == ["step-00000013"]
+    assert len(files.find_checkpoints(checkpoints / "aside-2")) == 3
+    assert losses(folder)[13] == expected[13]
     return {}
 
 
