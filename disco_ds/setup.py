@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,9 @@ from disco_ds.data.cursor import check_stream
 from disco_ds.data.heldout import probe, read_heldout
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import TrainStream
+from disco_ds.describe import describe
 from disco_ds.ds_checks import read_ds_config, uses_deepspeed_checkpointing
-from disco_ds.ds_config import BatchPlan, EngineConfig, resolve
+from disco_ds.ds_config import EngineConfig, resolve
 from disco_ds.engine import build_engine, collective_timeout, configure_checkpointing
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 from disco_ds.evaluate import check_evaluation
@@ -148,28 +148,15 @@ def prepare(
         name=config.name, run_config=config.model_dump(mode="json"),
     )  # fmt: skip
     run = Run(
-        config=config,
-        folder=folder,
-        engine_config=engine_config,
-        engine=engine,
-        tokenizer=tokenizer,
-        stream=stream,
-        train_step=_train_step(config, engine_config, engine, device),
-        schedule=schedule,
-        telemetry=telemetry,
+        config=config, folder=folder, engine_config=engine_config, engine=engine, tokenizer=tokenizer, stream=stream,
+        train_step=_train_step(config, engine_config, engine, device), schedule=schedule, telemetry=telemetry,
         control=dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_minutes)),
-        watchdog=watchdog,
-        state=state,
-        identity=identity,
-    )
+        watchdog=watchdog, state=state, identity=identity,
+    )  # fmt: skip
     aside = None if checkpoint is None else _leave_behind(checkpoint, state.step, run.checkpoints)
     if rank == 0:
         (folder / "config.yaml").write_text(_as_it_runs(config, engine_config).to_yaml())
-        telemetry.say(describe(run, checkpoint) + (f"\n  planned   {planned}" if planned else ""))
-        if aside is not None:
-            telemetry.say(
-                f"another way from step {state.step}: the checkpoints that this run leaves behind are now in {aside}"
-            )
+        telemetry.say("\n".join(describe(run, checkpoint, planned, aside)))
     return run
 
 
@@ -304,42 +291,6 @@ def _probe(config: RunConfig, transform: Callable[[Any], torch.Tensor]) -> None:
     probe(config.data, transform=transform)
     if config.data.val is not None:
         probe(config.data, transform=transform, field="data.val")
-
-
-def describe(run: Run, checkpoint: Path | None) -> str:
-    """What will happen, in a few lines: everything that was derived or filled in is here."""
-    config, plan = run.config, run.engine_config.batch
-    towers: TwoTowers = run.engine.module
-    sizes = {tower: sum(_elements(p) for p in towers.tower_parameters(tower)) for tower in ("image", "text")}
-    steps, warmup = run.schedule.steps, run.schedule.warmup
-    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    cut = f"{ranks} x {plan.micro_batch}" + (
-        f" x {plan.accumulation} micro-batches (cached gradients)" if plan.accumulation > 1 else ""
-    )
-    frozen = f", {towers.freeze} tower locked" if towers.freeze != "none" else ""
-    filled = ", ".join(f"{key}={value}" for key, value in run.engine_config.filled.items()) or "nothing"
-    lines = [
-        f"run {run.folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""),
-        f"  model     {config.model.name}: image {_millions(sizes['image'])}, text {_millions(sizes['text'])}{frozen}",
-        f"  batch     {plan.global_batch:,} pairs, all negatives of each other = {cut}",
-        f"  length    {_steps(steps, plan)}; warm-up {_steps(warmup, plan)}, then {run.schedule.kind}",
-        f"  engine    ZeRO {run.engine_config.zero_stage}, {run.engine_config.precision}, {run.device.type}; "
-        f"{config.optimizer.name}; loss {config.loss.kind}; checkpointing {config.model.checkpointing}",
-        textwrap.fill(f'  "auto"    {filled}', 110, subsequent_indent=" " * 12, break_on_hyphens=False),
-    ]
-    return "\n".join(lines)
-
-
-def _steps(steps: int, plan: BatchPlan) -> str:
-    return f"{steps:,} step{'' if steps == 1 else 's'} = {steps * plan.global_batch:,} samples"
-
-
-def _elements(parameter: torch.nn.Parameter) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 leaves an empty tensor behind
-
-
-def _millions(elements: int) -> str:
-    return f"{elements / 1e6:.1f} M" if elements >= 1e5 else f"{elements / 1e3:.0f} K"
 
 
 def start_logging(rank: int) -> None:
