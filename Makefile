@@ -33,7 +33,7 @@ browser:
 	  || { command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] \
 	    && { timeout 300 apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 \
 	      || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null; }; } 2>&1; } \
-	  || echo "no Chromium: tests/test_report_browser.py will be skipped"
+	  || echo "no Chromium: tests/report/test_browser.py will be skipped"
 
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --quiet

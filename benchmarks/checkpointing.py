@@ -22,15 +22,15 @@ POLICIES = ("none", "every:3", "every:2", "ops", "full")
 
 def build(name, policy):
     """The model of one policy."""
-    from disco_ds.config import ModelConfig
-    from disco_ds.model import build_model
+    from disco_ds.config.schema import ModelConfig
+    from disco_ds.model.build import build_model
 
     return build_model(ModelConfig(name=name, checkpointing=policy), seed=0).train()
 
 
 def step(model, images, texts):
     """One forward and backward."""
-    from disco_ds.loss import contrastive_loss
+    from disco_ds.loss.contrastive import contrastive_loss
 
     out = model(images, texts)
     contrastive_loss(out.image_features, out.text_features, out.logit_scale).backward()
@@ -40,7 +40,7 @@ def step(model, images, texts):
 
 def main():
     """Measure every policy and print the table."""
-    from tests.live_bytes import LiveBytes
+    from tests.helpers.live_bytes import LiveBytes
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B-32")

@@ -41,10 +41,10 @@ import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 from webdataset.tariterators import tar_file_expander  # noqa: E402
 
-from disco_ds.config import DataConfig  # noqa: E402
+from disco_ds.config.schema import DataConfig  # noqa: E402
 from disco_ds.data.decode import Pictures, open_rgb  # noqa: E402
 from disco_ds.data.stream import TrainStream  # noqa: E402
-from disco_ds.data.write import ShardWriter  # noqa: E402
+from disco_ds.data.tools.write import ShardWriter  # noqa: E402
 
 PEER = "open_clip"
 MODEL = "ViT-B-32"

@@ -4,7 +4,8 @@
 
 Ranks are CPU processes of one thread over gloo. A round runs every contender once, in another order each time; CPU
 times are the sum over ranks, ratios are to the official DisCo recipe within the same round, and what is shown is their
-median and their range. Peak bytes are counted in a run of their own (``tests/live_bytes.py``), which is not timed.
+median and their range. Peak bytes are counted in a run of their own, which is not timed
+(``tests/helpers/live_bytes.py``).
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def contenders() -> dict[str, Callable[..., torch.Tensor]]:
     """Losses by name, each called with image features, text features and scale."""
     import open_clip
 
-    from disco_ds.loss import ContrastiveLoss
-    from disco_ds.loss_peers import OriginalClipLoss
+    from disco_ds.loss.contrastive import ContrastiveLoss
+    from disco_ds.loss.peers import OriginalClipLoss
 
     rank, size = dist.get_rank(), dist.get_world_size()
     return {
@@ -79,8 +80,8 @@ def contenders() -> dict[str, Callable[..., torch.Tensor]]:
 
 def measure(batch: int, dim: int, dtype: str, rounds: int, kind: str, seed: int) -> dict[str, dict[str, Any]]:
     """Run on every rank; what rank 0 returns is complete."""
-    from tests.live_bytes import LiveBytes
-    from tests.loss_reference import make_features, relative_error, streamed_reference
+    from tests.helpers.live_bytes import LiveBytes
+    from tests.helpers.loss_reference import make_features, relative_error, streamed_reference
 
     rank, size = dist.get_rank(), dist.get_world_size()
     b = batch // size
@@ -180,7 +181,7 @@ def main() -> None:
         parser.error(f"--batch {args.batch} does not divide by --ranks {args.ranks}, which the peers need")
 
     from benchmarks import loss as this  # found by name on the ranks, which __main__ is not
-    from tests.ranks import run_ranks
+    from tests.helpers.ranks import run_ranks
 
     seed = random.randrange(2**31) if args.seed is None else args.seed
     options = args.batch, args.dim, args.dtype, args.rounds, args.features, seed

@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from disco_ds.loss import contrastive_loss, loss_bytes  # noqa: E402
-from disco_ds.loss_collectives import Pending, Ranks  # noqa: E402
-from tests.loss_reference import make_features, relative_error, streamed_reference  # noqa: E402
+from disco_ds.loss.contrastive import contrastive_loss, loss_bytes  # noqa: E402
+from disco_ds.loss.ranks import Pending, Ranks  # noqa: E402
+from tests.helpers.loss_reference import make_features, relative_error, streamed_reference  # noqa: E402
 
 
 class Meeting:

@@ -100,12 +100,12 @@ class Ours:
     """The project's step over a DeepSpeed engine."""
 
     def __init__(self, stage, accumulation, batch, overlap=False):
-        from disco_ds.config import ModelConfig, RunConfig
-        from disco_ds.ds_config import resolve
-        from disco_ds.engine import build_engine
-        from disco_ds.loss import build_loss
-        from disco_ds.model import build_model
-        from disco_ds.step import TrainStep
+        from disco_ds.config.schema import ModelConfig, RunConfig
+        from disco_ds.engine.deepspeed_engine import build_engine
+        from disco_ds.engine.ds_config import resolve
+        from disco_ds.engine.step import TrainStep
+        from disco_ds.loss.contrastive import build_loss
+        from disco_ds.model.build import build_model
 
         world_size = dist.get_world_size()
         model = ModelConfig(name="benchmark", config=MODEL)
@@ -140,10 +140,10 @@ def contenders(batch, accumulation):
 
 def measure(arguments):
     """All contenders on this rank; rank 0 prints and writes."""
-    from disco_ds.engine import prepare_environment, start_distributed
-    from disco_ds.quiet import quiet_libraries
-    from disco_ds.step import global_mean
-    from tests.live_bytes import LiveBytes
+    from disco_ds.engine.deepspeed_engine import prepare_environment, start_distributed
+    from disco_ds.engine.step import global_mean
+    from disco_ds.run.quiet import quiet_libraries
+    from tests.helpers.live_bytes import LiveBytes
 
     prepare_environment()
     quiet_libraries()

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "contrastive_loss": "disco_ds.loss",
-    "ContrastiveLoss": "disco_ds.loss",
-    "build_loss": "disco_ds.loss",
-    "gather_ahead": "disco_ds.loss",
-    "loss_bytes": "disco_ds.loss_memory",
-    "ClipLoss": "disco_ds.loss_clip",
-    "SigmoidLoss": "disco_ds.loss_sigmoid",
-    "RunConfig": "disco_ds.config",
+    "contrastive_loss": "disco_ds.loss.contrastive",
+    "ContrastiveLoss": "disco_ds.loss.contrastive",
+    "build_loss": "disco_ds.loss.contrastive",
+    "gather_ahead": "disco_ds.loss.contrastive",
+    "loss_bytes": "disco_ds.loss.memory",
+    "ClipLoss": "disco_ds.loss.open_clip",
+    "SigmoidLoss": "disco_ds.loss.sigmoid",
+    "RunConfig": "disco_ds.config.schema",
     "plan": "disco_ds.planner",
 }
 
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from disco_ds.config import RunConfig
-    from disco_ds.loss import ContrastiveLoss, build_loss, contrastive_loss, gather_ahead
-    from disco_ds.loss_clip import ClipLoss
-    from disco_ds.loss_memory import loss_bytes
-    from disco_ds.loss_sigmoid import SigmoidLoss
+    from disco_ds.config.schema import RunConfig
+    from disco_ds.loss.contrastive import ContrastiveLoss, build_loss, contrastive_loss, gather_ahead
+    from disco_ds.loss.memory import loss_bytes
+    from disco_ds.loss.open_clip import ClipLoss
+    from disco_ds.loss.sigmoid import SigmoidLoss
     from disco_ds.planner import plan
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 launch/train.py --ds_config ds_configs/zero2.json
     python launch/train.py
 
-With no further argument it trains the embedded default (disco_ds/demo.yaml); ``--help`` lists every option.
+With no further argument it trains the embedded default (disco_ds/config/demo.yaml); ``--help`` lists every option.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from disco_ds.cli import options
+from disco_ds.config.schema import read as options
 from disco_ds.errors import CheckpointError, ConfigError, DataError
-from disco_ds.failing import fail
+from disco_ds.run.failing import fail
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,23 +22,23 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> None:
     """Read the options, then prepare and train; the user's mistakes end in one line and status 2."""
     import disco_ds
-    from disco_ds.engine import prepare_environment, rank
+    from disco_ds.engine.deepspeed_engine import prepare_environment, rank
 
     prepare_environment()
-    demo = Path(disco_ds.__file__).parent / "demo.yaml"
+    demo = Path(disco_ds.__file__).parent / "config" / "demo.yaml"
     try:
         config, launch = options.parse(sys.argv[1:], prog="launch/train.py", demo=demo)
     except ConfigError as error:
         fail(error)
 
-    from disco_ds.engine import start_distributed
-    from disco_ds.quiet import quiet_libraries
+    from disco_ds.engine.deepspeed_engine import start_distributed
+    from disco_ds.run.quiet import quiet_libraries
 
     quiet_libraries()
     device = start_distributed(config.timeout_minutes)
-    from disco_ds.setup import prepare, start_logging
-    from disco_ds.train import train
-    from disco_ds.watchdog import Watchdog
+    from disco_ds.run.prepare import prepare, start_logging
+    from disco_ds.run.train import train
+    from disco_ds.run.watchdog import Watchdog
 
     start_logging(rank())
     watchdog, run = Watchdog.of_process_group(config.timeout_minutes), None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.saved_runs import RUNS, save_runs
+from tests.helpers.ranks import run_ranks
+from tests.helpers.saved_runs import RUNS, save_runs
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """A folder of small runs that two ranks have saved, and what their engines gave, by case (tests/saved_runs.py)."""
+    """A folder of small runs that two ranks saved, and what their engines gave, by case (helpers/saved_runs.py)."""
     folder = tmp_path_factory.mktemp("runs")
     return folder, run_ranks(save_runs, 2, str(folder), list(RUNS), timeout_s=300)[0]

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from disco_ds.cli import options
 from disco_ds.cli import plan as plan_command
-from tests.ranks import ROOT, rank_environment
-from tests.shards import image_bytes
-from tests.tiny import TINY
+from disco_ds.config import read as options
+from tests.helpers.ranks import ROOT, rank_environment
+from tests.helpers.shards import image_bytes
+from tests.helpers.tiny import TINY
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BIN = Path(sys.executable).parent
@@ -67,7 +67,7 @@ def check(words: list[str]) -> None:
     if "launch/train.py" in words:
         rest = words[words.index("launch/train.py") + 1 :]
         if "--help" not in rest:
-            config, launch = options.parse(rest, prog="launch/train.py", demo=ROOT / "disco_ds" / "demo.yaml")
+            config, launch = options.parse(rest, prog="launch/train.py", demo=ROOT / "disco_ds" / "config" / "demo.yaml")
             assert config.data.train
             assert launch.ds_config is None or Path(launch.ds_config).is_file(), launch.ds_config
     elif program == "torchrun" and "disco_ds.cli.eval" in words:
@@ -76,7 +76,7 @@ def check(words: list[str]) -> None:
         assert plan_command.main(words[1:]) in (0, 1)
     elif program.startswith("disco-"):
         name = program.removeprefix("disco-")
-        module = importlib.import_module("disco_ds.cli.plan_trace" if words[1] == "trace" else f"disco_ds.cli.{name}")
+        module = importlib.import_module("disco_ds.cli.trace" if words[1] == "trace" else f"disco_ds.cli.{name}")
         module._parser().parse_args(words[2:] if words[1] == "trace" else words[1:])
     elif program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

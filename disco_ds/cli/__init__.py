@@ -1,0 +1,1 @@
+"""The commands, one thin file each: options in, one call, words out."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from disco_ds import checkpoint_files as files
+from disco_ds.checkpoint import folder as files
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import CheckpointError, ConfigError
 

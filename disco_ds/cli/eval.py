@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from disco_ds.cli.options import leaf_fields, parse
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
+from disco_ds.config.read import leaf_fields, parse
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:  # torch and open_clip take seconds, --help does not
-    from disco_ds.config import RunConfig
+    from disco_ds.config.schema import RunConfig
+    from disco_ds.evaluation.choose_model import Chosen
     from disco_ds.evaluation.folder import ClassFolder
-    from disco_ds.evaluation.load import Chosen
     from disco_ds.evaluation.result import EvalResult
 
 SHORT = {
@@ -83,12 +83,12 @@ def _parser() -> Parser:
 def _evaluate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from disco_ds.evaluate import check_evaluation, format_result
     from disco_ds.evaluation import confusion
+    from disco_ds.evaluation.choose_model import choose
+    from disco_ds.evaluation.evaluate import check_evaluation, format_result
     from disco_ds.evaluation.folder import find_classes
-    from disco_ds.evaluation.load import choose
     from disco_ds.evaluation.zeroshot import load_classes
-    from disco_ds.quiet import quiet_libraries
+    from disco_ds.run.quiet import quiet_libraries
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported, whose classes are in checkpoints
@@ -128,7 +128,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, chosen: Chosen, folder: ClassFolder | None) -> RunConfig:
     """The data and evaluation sections to go by: the run's own, with the options on top."""
-    from disco_ds.data.pool import cores
+    from disco_ds.data.tools.pool import cores
 
     given = vars(arguments)
     words = ["--config", str(chosen.run_file)] if chosen.run_file is not None else ["--steps", "1"]
@@ -166,9 +166,9 @@ def _measure(
     from tqdm import tqdm
 
     from disco_ds.data.heldout import probe
-    from disco_ds.evaluate import evaluate
+    from disco_ds.evaluation.evaluate import evaluate
     from disco_ds.evaluation.retrieval import NonFiniteFeatures
-    from disco_ds.model import build_transform, preprocessing
+    from disco_ds.model.build import build_transform, preprocessing
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     model, tokenizer = chosen.build()

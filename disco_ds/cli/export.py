@@ -54,9 +54,9 @@ def _parser() -> Parser:
 
 def _export(argv: Sequence[str] | None) -> int:
     arguments = completing(_parser()).parse_args(argv)
-    from disco_ds.export import export
-    from disco_ds.quiet import quiet_libraries
-    from disco_ds.saved_model import find_saved
+    from disco_ds.checkpoint.saved import find_saved
+    from disco_ds.model.export import export
+    from disco_ds.run.quiet import quiet_libraries
 
     quiet_libraries()
     saved = find_saved(arguments.run, arguments.checkpoint)

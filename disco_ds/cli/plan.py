@@ -16,8 +16,8 @@ from disco_ds.planner import from_ds_config
 from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
 from disco_ds.planner.memory import OPTIMIZER_BYTES
 from disco_ds.planner.models import ModelSource
-from disco_ds.planner.report import as_json, compare, text_report
 from disco_ds.planner.search import Plan, Planner, Request, changed, stages, with_accumulation
+from disco_ds.planner.text import as_json, compare, text_report
 
 
 @to_a_pipe
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["trace"]:
-            from disco_ds.cli.plan_trace import run_trace
+            from disco_ds.cli.trace import run_trace
 
             return run_trace(words[1:])
         return _answer(completing(_parser()).parse_args(words))

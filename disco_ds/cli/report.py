@@ -46,14 +46,14 @@ def _parser() -> Parser:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from disco_ds.reporting.run_folder import read_runs
+    from disco_ds.report.run_folder import read_runs
 
     runs = read_runs(arguments.runs)
     out = arguments.out or (arguments.runs[0] / REPORT_FILE if len(runs) == 1 else Path(COMPARISON_FILE))
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--out {out}: the report is HTML; give a name that ends in .html")
     try:
-        from disco_ds.reporting.page import pictures, render
+        from disco_ds.report.page import pictures, render
 
         page, charts = render(runs)
     except ImportError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from disco_ds.config import DataConfig
+from disco_ds.config.schema import DataConfig
 from disco_ds.data.sources import Source, fingerprint
 from disco_ds.errors import ConfigError, DataError
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageColor, ImageOps
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from disco_ds.config import DataConfig
+from disco_ds.config.schema import DataConfig
 from disco_ds.data.shards import Access, RawSample
 
 

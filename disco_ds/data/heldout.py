@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from disco_ds.config import DataConfig
+from disco_ds.config.schema import DataConfig
 from disco_ds.data.decode import Decoder, Pair, SampleFault
 from disco_ds.data.lanes import NOTES_PER_REASON, Slice, Tally
 from disco_ds.data.shards import RawSample, ShardFault, read_shard

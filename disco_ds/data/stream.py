@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from disco_ds.config import DataConfig
+from disco_ds.config.schema import DataConfig
 from disco_ds.data.cursor import check_stream
 from disco_ds.data.decode import Decoder
 from disco_ds.data.lanes import NOTES_PER_REASON, Lane, Slices, Tally

@@ -1,1 +1,1 @@
-"""The measures behind :func:`disco_ds.evaluate.evaluate`: retrieval, zero-shot classification, and the ranks' sums."""
+"""Retrieval and zero-shot accuracy of a model, on any number of ranks."""

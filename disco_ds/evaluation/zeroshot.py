@@ -14,7 +14,7 @@ from open_clip.zero_shot_metadata import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from disco_ds.config import EvaluationConfig
+from disco_ds.config.schema import EvaluationConfig
 from disco_ds.errors import ConfigError
 from disco_ds.evaluation.retrieval import to_grid
 

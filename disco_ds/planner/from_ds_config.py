@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from disco_ds.ds_types import AUTO, read_json, typed
+from disco_ds.engine.ds_types import AUTO, read_json, typed
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import Coefficients
 from disco_ds.planner.partitions import Buckets, default_buckets
@@ -25,7 +25,7 @@ def choices(content: dict[str, Any], gpus: int) -> dict[str, Any]:
     """Fields of :class:`~disco_ds.planner.search.Request` that the ds_config decides; "auto" decides nothing.
 
     Args:
-        content: of :func:`read`, or of :func:`disco_ds.ds_checks.read_ds_config`.
+        content: of :func:`read`, or of :func:`disco_ds.engine.ds_checks.read_ds_config`.
         gpus: number of GPUs.
 
     Raises:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from disco_ds.loss_memory import loss_bytes
+from disco_ds.loss.memory import loss_bytes
 from disco_ds.planner.coefficients import Coefficients, Point, Trace, trace_key
 from disco_ds.planner.partitions import Buckets, Held, default_buckets, full_buckets, owned_gradients
 

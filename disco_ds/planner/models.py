@@ -80,7 +80,7 @@ class ModelSource:
         started = time.monotonic()
         import torch
 
-        from disco_ds.planner.trace import coefficients
+        from disco_ds.planner.tracing.trace import coefficients
 
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):  # a run that is traced on the way draws on as if it had not been
@@ -94,13 +94,13 @@ class ModelSource:
         self.progress(f"traced in {time.monotonic() - started:.1f} s")
 
     def _check(self) -> None:
-        from disco_ds.planner.selfcheck import self_check
+        from disco_ds.planner.tracing.selfcheck import self_check
 
         self_check()
         self.check = False
 
     def _config(self, checkpointing: str) -> Any:
-        from disco_ds.config import ModelConfig
+        from disco_ds.config.schema import ModelConfig
 
         return ModelConfig(**{"name": self.name, "checkpointing": checkpointing, **self.changes})
 
@@ -116,8 +116,8 @@ def trace_shipped(
     import open_clip
     import torch
 
-    from disco_ds.config import ModelConfig
-    from disco_ds.planner.trace import coefficients
+    from disco_ds.config.schema import ModelConfig
+    from disco_ds.planner.tracing.trace import coefficients
 
     made: list[Coefficients] = []
     for name in names:

@@ -19,7 +19,7 @@ class Buckets:
 
 
 def default_buckets(model: Coefficients, device: str = "cuda") -> Buckets:
-    """What :func:`disco_ds.ds_config.fill_buckets` puts in place of "auto", and DeepSpeed's own for the rest."""
+    """What :func:`disco_ds.engine.ds_config.fill_buckets` puts in place of "auto", and DeepSpeed's own for the rest."""
     bucket = max(model.largest, min(model.parameters, 50_000_000))
     return Buckets(
         reduce=bucket + bucket % 2,

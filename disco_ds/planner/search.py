@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from disco_ds.errors import ConfigError
-from disco_ds.loss_memory import keeps_logits
+from disco_ds.loss.memory import keeps_logits
 from disco_ds.planner.coefficients import trace_key
 from disco_ds.planner.devices import Device
 from disco_ds.planner.memory import Prediction, Setup, predict

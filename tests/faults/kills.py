@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from disco_ds import checkpoint_files as files
-from tests.faults.forked import Job, import_everything, losses, start, train, write_run
-from tests.ranks import ROOT
+from disco_ds.checkpoint import folder as files
+from tests.helpers.forked import Job, import_everything, losses, start, train, write_run
+from tests.helpers.ranks import ROOT
 
 EVERY, STEPS = 4, 60
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import yaml
 
-from disco_ds import checkpoint_files as files
-from tests.faults.forked import import_everything, losses, start, train, write_run
-from tests.ranks import ROOT
+from disco_ds.checkpoint import folder as files
+from tests.helpers.forked import import_everything, losses, start, train, write_run
+from tests.helpers.ranks import ROOT
 
 
 def stage(number: int) -> list[str]:
@@ -234,7 +234,7 @@ def small_disk(folder: Path, size: int):
         finally:
             subprocess.run(["umount", "-l", str(folder)], check=True)
         return
-    from disco_ds import checkpoint_writer
+    from disco_ds.checkpoint.resume import writer as checkpoint_writer
 
     whole = checkpoint_writer._Hashed.write
 

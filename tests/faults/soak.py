@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.faults.forked import Job, import_everything, losses, start, write_run
-from tests.shards import make_shards
+from tests.helpers.forked import Job, import_everything, losses, start, write_run
+from tests.helpers.shards import make_shards
 
 SETTLED = 0.25
 """The share of the run after which nothing grows any more: caches and allocators have settled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.faults.forked import run_script
+from tests.helpers.forked import run_script
 
 MOMENTS = 20
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults import resumes
-from tests.faults.forked import run_script
+from tests.helpers.forked import run_script
 
 
 def test_resuming(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.faults.forked import run_script
+from tests.helpers.forked import run_script
 
 STEPS = 2000
 

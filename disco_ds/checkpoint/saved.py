@@ -1,0 +1,128 @@
+"""The model that a run has saved: which checkpoint, which architecture, and its weights under open_clip's names.
+
+No engine, no GPU and no process group is needed, whatever the ZeRO stage and the number of ranks that saved it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from disco_ds.checkpoint import folder as files
+from disco_ds.checkpoint.state import SavedState
+from disco_ds.config.schema import ModelConfig
+from disco_ds.errors import CheckpointError
+
+log = logging.getLogger("disco_ds")
+
+ENGINE = "engine"
+"""The folder of DeepSpeed's files in a checkpoint."""
+ARCHITECTURE = ("name", "config", "image_size", "context_length")
+"""Fields of ModelConfig that decide which weights a model has."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A checkpoint that verifies, and what its run says about the model."""
+
+    path: Path
+    """The checkpoint's folder."""
+    model: ModelConfig
+    """The architecture, and the pretrained that the run started from (its preprocessing is the run's)."""
+    manifest: dict[str, Any]
+    run: dict[str, Any]
+    """The run's config.yaml; empty where it is not there."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        return int(self.manifest["state"]["step"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter and buffer under open_clip's names and shapes, on the CPU, floating-point ones in fp32.
+
+        Trained weights are the optimizer's fp32 masters, also where the engine computed in bf16.
+
+        Raises:
+            CheckpointError: DeepSpeed's files are not laid out as expected.
+        """
+        state = SavedState(self.path / ENGINE, self.manifest["zero_stage"]).weights()
+        whole = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
+        return open_clip_state_dict(whole)
+
+
+def open_clip_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of :class:`disco_ds.model.build.TwoTowers` under open_clip's names and shapes."""
+    renamed = {}
+    for name, value in state.items():
+        scalar = name in ("logit_scale", "logit_bias")
+        renamed[name.removeprefix("clip.")] = value.reshape(()) if scalar else value
+    return renamed
+
+
+def holds_checkpoints(path: Path) -> bool:
+    """Whether ``path`` is a run's folder, its checkpoints folder or a checkpoint."""
+    return path.is_dir() and bool(files.find_all(path))
+
+
+def find_saved(path: Path, checkpoint: str | None = None) -> SavedModel:
+    """The newest checkpoint of a run that verifies; those passed over are warned of.
+
+    Args:
+        path: a run's folder, its checkpoints folder, or a checkpoint.
+        checkpoint: the name of the one to take (``step-00000100``).
+
+    Raises:
+        CheckpointError: there is none, or it does not verify.
+    """
+    found = files.find_all(path)
+    if not found:
+        what = "holds no checkpoint" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give a run's folder, its checkpoints folder, or a checkpoint")
+    if checkpoint is not None:
+        names = [candidate.name for candidate in found]
+        if checkpoint not in names:
+            raise CheckpointError(f"{path} has no checkpoint {checkpoint!r}; it has {', '.join(names)}")
+        found = [found[names.index(checkpoint)]]
+    passed_over: list[str] = []
+    for candidate in found:
+        wrong = files.faults(candidate)
+        if not wrong:
+            if passed_over:
+                log.warning("checkpoints that do not verify were passed over: %s", "; ".join(passed_over))
+            return _described(candidate)
+        passed_over.append(f"{candidate.name} ({'; '.join(wrong[:3])})")
+    raise CheckpointError(f"{path}: no checkpoint verifies: {'; '.join(passed_over)}")
+
+
+def _described(path: Path) -> SavedModel:
+    """The checkpoint with its model: of the run's config.yaml, or of the manifest alone where that has gone."""
+    manifest, run = files.read_manifest(path), _run_file(path)
+    saved = {name: value for name, value in manifest["model"].items() if name in ModelConfig.model_fields}
+    told = run.get("model", {})
+    for name in ("name", "config"):
+        if name in told and told[name] != saved.get(name, told[name]):
+            log.warning("%s: the run's config.yaml has another model.%s; the checkpoint's is taken", path, name)
+            told = {}
+    wanted = {*ARCHITECTURE, "pretrained"}
+    fields = {name: value for name, value in told.items() if name in wanted}
+    try:
+        model = ModelConfig(**{**fields, **saved, "freeze": "none"})
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its model cannot be understood by this version: {error}") from None
+    return SavedModel(path, model, manifest, run)
+
+
+def _run_file(checkpoint: Path) -> dict[str, Any]:
+    """What the config.yaml of the run says whose ``checkpoints`` folder this checkpoint is in; {} without one."""
+    path = checkpoint.absolute().parent.parent / "config.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return content if isinstance(content, dict) else {}

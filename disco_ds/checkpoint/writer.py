@@ -1,0 +1,83 @@
+"""How DeepSpeed's files reach the disk: flushed, hashed on the way, and a failure noted instead of raised.
+
+DeepSpeed's ``save_checkpoint`` has barriers between its writes. Where one rank's disk is full and it raises, the others
+wait in the next barrier for ever. So a failed write is only noted here, every rank comes to the end, and all of them
+learn there that the save has failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from disco_ds.checkpoint.folder import SavedFile
+
+
+class FileWriter(TorchCheckpointEngine):
+    """DeepSpeed's checkpoint engine for one save of one rank.
+
+    Args:
+        root: the folder that the names in ``files`` are relative to.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+        self.files: dict[str, SavedFile] = {}
+        self.error: str | None = None
+        """What went wrong first; from then on nothing is written."""
+
+    def save(self, state_dict: Any, path: str | Path) -> None:
+        """Write one file, as ``torch.save`` does. Never raises for what the disk does."""
+        if self.error is not None:
+            return
+        try:
+            self.files[str(Path(path).relative_to(self.root))] = _write(state_dict, Path(path))
+        except (OSError, RuntimeError) as error:  # torch's zip writer turns a failed write into a RuntimeError
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            self.error = f"{path}: {str(cause).splitlines()[0]}"
+
+
+def _write(state_dict: Any, path: Path) -> SavedFile:
+    with path.open("wb") as file:
+        hashed = _Hashed(file)
+        torch.save(state_dict, hashed)  # type: ignore[arg-type]  # it needs write and flush only
+        file.flush()
+        os.fsync(file.fileno())
+    return SavedFile(hashed.bytes, hashed.digest.hexdigest())
+
+
+class _Hashed:
+    """A file to write to that knows the SHA-256 of what it was given."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.bytes, self.digest = file, 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.file.write(data)
+        self.digest.update(data)
+        self.bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+@contextmanager
+def writing_with(engine: Any, writer: FileWriter) -> Iterator[None]:
+    """Let a DeepSpeedEngine save through ``writer``; its recovery scripts, which nothing here needs, are left out."""
+    before = engine.checkpoint_engine
+    engine.checkpoint_engine = writer
+    engine._copy_recovery_script = lambda save_path: None
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = before
+        del engine._copy_recovery_script

@@ -1,0 +1,1 @@
+"""disco-data: make, check, index, show and demo."""

@@ -1,0 +1,83 @@
+"""``disco-data``: work on data outside of a training run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from disco_ds.cli.data import check as data_check
+from disco_ds.cli.data import index as data_index
+from disco_ds.cli.data import make as data_make
+from disco_ds.cli.data import show as data_show
+from disco_ds.cli.parser import Parser, completing, to_a_pipe
+from disco_ds.errors import ConfigError, DataError
+
+
+@to_a_pipe
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; returns the exit status (2: the user has to change something, the message says what)."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("disco_ds").setLevel(logging.INFO)
+    try:
+        arguments = completing(_parser()).parse_args(argv)
+        return arguments.run_command(arguments)
+    except (ConfigError, DataError) as error:
+        print(f"disco-data: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # who reads the answer has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("disco-data: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="disco-data",
+        description="Work on training data outside of a run.",
+        epilog="examples:\ndisco-data make photos/ shards/ && disco-data check shards/ --model ViT-B-32",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (data_make, data_check, data_show, data_index):
+        command.add(commands)
+    demo = commands.add_parser(
+        "demo",
+        help="build the embedded default (emoji and their names) and say where it lies",
+        description="Build the embedded default if it is not there yet, and print where it lies.",
+        epilog="examples:\ndisco-data demo --cache /data/cache",
+    )
+    demo.add_argument(
+        "--cache",
+        type=Path,
+        help="folder to build in (default: $DISCO_DS_CACHE, $XDG_CACHE_HOME/disco_ds, ~/.cache/disco_ds)",
+    )
+    demo.set_defaults(run_command=_demo)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from disco_ds.data.demo import demo_shards
+
+    started = time.monotonic()
+    shards = demo_shards(arguments.cache)
+    folder = Path(shards.train[0]).parent
+    print(f"{folder}: {len(shards.train)} shards to train on, {len(shards.val)} held out ({_took(started)})")
+    print(f"train    {folder}/train-{{00000..{len(shards.train) - 1:05d}}}.tar")
+    print(f"val      {folder}/val-{{00000..{len(shards.val) - 1:05d}}}.tar")
+    print(f"classes  {', '.join(shards.classes)}")
+    print(f"licence  CC BY-SA 4.0, see {folder}/ATTRIBUTION.txt")
+    return 0
+
+
+def _took(started: float) -> str:
+    return f"{time.monotonic() - started:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

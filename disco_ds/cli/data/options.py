@@ -1,0 +1,134 @@
+"""What the ``disco-data`` commands share: which shards, read with which fields of a run's data section."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from disco_ds.config.read import leaf_fields, parse
+from disco_ds.config.schema import RunConfig
+from disco_ds.data.sources import Source, expand
+from disco_ds.data.tools.pool import cores
+from disco_ds.errors import ConfigError
+
+FIELDS = {name: field for name, field in leaf_fields() if name.startswith(("data.", "model."))}
+"""Fields of a run that the commands take as flags too, under the same names."""
+_GIVEN_ELSEWHERE = ("data.train", "data.val", "data.weights", "model.name")
+
+
+def add_shards(parser: argparse.ArgumentParser, workers: bool = True) -> None:
+    """The arguments that say what is read and how."""
+    parser.add_argument(
+        "shards",
+        nargs="*",
+        metavar="SHARDS",
+        help="tar file, folder, glob, brace list, .txt list, URL or pipe:, as data.train",
+    )
+    parser.add_argument(
+        "--run", metavar="FILE", help="read as this run does (its config.yaml); without SHARDS, its data"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", dest="model.name", help="open_clip model: its tokenizer and image transform"
+    )
+    if workers:
+        parser.add_argument(
+            "--workers", type=positive, default=cores(), metavar="N", help="processes (default: all cores)"
+        )
+    for name, field in FIELDS.items():
+        if name not in _GIVEN_ELSEWHERE:
+            extra: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+            parser.add_argument(f"--{name}", dest=name, default=None, help=argparse.SUPPRESS, **extra)
+
+
+EPILOG = "Fields of a run's data section are flags here too: --data.caption_key json:text --data.max_aspect 4"
+
+
+def positive(word: str) -> int:
+    """An argument that is an integer of at least 1."""
+    value = int(word)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {word}")
+    return value
+
+
+@dataclass
+class Reading:
+    """Which shards, and the run by whose fields they are read."""
+
+    run: RunConfig
+    train: list[Source]
+    """The shards named on the command line, else those of the run."""
+    val: list[Source]
+    """The held-out shards of the run; none if shards were named."""
+    has_model: bool
+    """A model was named, on the command line or by a run file."""
+
+
+def reading(arguments: argparse.Namespace) -> Reading:
+    """The shards and the run that the arguments name.
+
+    Raises:
+        ConfigError: a field is wrong, or neither shards nor a run are given.
+        DataError: an entry names nothing that exists.
+    """
+    given = vars(arguments)
+    if not arguments.shards and arguments.run is None:
+        raise ConfigError("name the shards to read, or a run with --run FILE")
+    words = ["--config", str(_run_file(arguments.run))] if arguments.run is not None else ["--steps", "1"]
+    if arguments.shards:
+        words += ["--data.train", *arguments.shards, "--data.weights", "null", "--data.val", "null"]
+    for name in FIELDS:
+        if name not in _GIVEN_ELSEWHERE[:3] and given.get(name) is not None:
+            words += [f"--{name}", str(given[name])]
+    try:
+        run, _ = parse(words, prog="disco-data", demo=Path())
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--config ", "--run ")) from None
+    field = "SHARDS" if arguments.shards else "data.train"
+    train = expand(run.data.train, field)
+    val = expand(run.data.val, "data.val") if run.data.val is not None else []
+    return Reading(run, train, val, arguments.run is not None or given.get("model.name") is not None)
+
+
+def _run_file(run: str) -> Path:
+    """A run's folder stands for the config.yaml in it."""
+    return Path(run) / "config.yaml" if Path(run).is_dir() else Path(run)
+
+
+@dataclass
+class Preparation:
+    """What a model does to a pair."""
+
+    transform: Callable[[Any], Tensor]
+    """RGB image to float32 (3, H, W)."""
+    tokenizer: Callable[..., Tensor]
+    context: int
+    """Tokens that a caption is cut to."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def preparation(run: RunConfig, training: bool = True) -> Preparation:
+    """The transform and the tokenizer of the run's model, as training has them; it is built without weights.
+
+    Where the transform belongs to weights that cannot be found any more, open_clip's own is taken, with a warning.
+
+    Raises:
+        ConfigError: no such model, or its tokenizer cannot be had.
+    """
+    from disco_ds.model.build import build_empty, build_tokenizer, build_transform, context_length, preprocessing
+
+    model = build_empty(run.model)
+    config = preprocessing(model)
+    return Preparation(
+        transform=build_transform(model, training=training, augment=run.data.augment),
+        tokenizer=build_tokenizer(run.model),
+        context=context_length(model),
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+    )

@@ -1,0 +1,1 @@
+"""What a run is: the schema of its options, and how they are read."""

@@ -1,0 +1,230 @@
+"""One optimizer step from one global batch, the loss seeing all of it.
+
+Whole: forward, loss, backward, step. Cached (GradCache, arXiv 2101.06983): the rank's batch is cut into k
+micro-batches; features first, without gradients; the loss once on all of them; then each micro-batch again, with the
+random state of its first pass, and the cached gradient of its features driven through the engine. Both give the same
+gradient for every parameter, and every rank calls the engine equally often, which ZeRO-3 needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from disco_ds.engine.deepspeed_engine import update_or_skip
+from disco_ds.engine.phases import PhaseTimer
+from disco_ds.engine.temperature import clamp_temperatures
+from disco_ds.loss.contrastive import gather_ahead
+from disco_ds.model.activations import batch_norms, frozen_statistics
+from disco_ds.model.towers import Features
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass
+class StepResult:
+    """What a step leaves behind, still on the device: nothing here has waited for it."""
+
+    loss: Tensor
+    """This rank's loss, 0-dim float32; the mean over ranks is the loss of the global batch."""
+    logit_scale: Tensor
+    """The scale that multiplied the logits, shape (1,)."""
+    bad_rows: Tensor
+    """(b,) bool: pairs of this rank with a feature that is not finite."""
+    skipped: bool = False
+    """Whether all ranks left the update out, because the gradient was not finite. Known after the update only."""
+
+
+@dataclass
+class CachedGradients:
+    """Gradient of the loss for each of its inputs over the rank's whole batch; None where a tower is locked."""
+
+    image_features: Tensor | None
+    text_features: Tensor | None
+    logit_scale: Tensor
+    logit_bias: Tensor | None
+
+
+class RandomState:
+    """The random generators of CPU and device as they are now, to be put back for a second pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+class TrainStep:
+    """Makes one optimizer step a call.
+
+    Args:
+        engine: DeepSpeedEngine over a :class:`~disco_ds.model.build.TwoTowers`.
+        loss: its mean over ranks is the global loss; its gradient is exact once the engine has averaged over ranks.
+        accumulation: micro-batches per step, k. 1: whole.
+        device: where the towers are.
+        on_host: cached form: images wait on the host between their two passes; else on the device.
+        reduce_once: cached form: one gradient reduction a step, with whole local gradients in the meantime; else one
+            after each micro-batch. Stage 0 always reduces once.
+        reuse_last: cached form: keep the graph of the last micro-batch's first pass for its second one, which saves a
+            forward and holds its activations while the loss is computed.
+        overlap: whole form: gather the text features while the images are encoded. For the one_block loss at ZeRO 0
+            to 2; ZeRO-3 wraps what forward returns, and the gather would not be recognised.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        loss: Loss,
+        accumulation: int,
+        device: torch.device,
+        *,
+        on_host: bool = True,
+        reduce_once: bool = True,
+        reuse_last: bool = False,
+        overlap: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.loss = loss
+        self.accumulation = accumulation
+        self.device = device
+        self.on_host = on_host
+        self.reuse_last = reuse_last
+        self.ahead = {"on_texts": gather_ahead} if overlap else {}
+        # DeepSpeed's wrapper for bf16 with fp32 accumulation at stage 1 has no such switch
+        self.coalesced = reduce_once and hasattr(engine.optimizer, "_coalesce_grad_reduction")
+        self.timer = PhaseTimer(device)
+
+    def __call__(self, images: Tensor, texts: Tensor) -> StepResult:
+        """One step from this rank's images (b, 3, H, W) and texts (b, context); b divides by k."""
+        statistics = [buffer.clone() for norm in batch_norms(self.engine.module) for buffer in norm.buffers()]
+        result = self.backward(images, texts)
+        result.skipped = not self.update()
+        if result.skipped and statistics:  # running statistics have already seen the bad batch
+            buffers = [buffer for norm in batch_norms(self.engine.module) for buffer in norm.buffers()]
+            for buffer, before in zip(buffers, statistics, strict=True):
+                buffer.copy_(before)
+        return result
+
+    def backward(self, images: Tensor, texts: Tensor) -> StepResult:
+        """Forward, loss and backward: afterwards the engine holds the gradient of the global batch."""
+        if self.accumulation == 1:
+            return self._whole(images, texts)
+        if not self.on_host:
+            images = self._on_device(images)
+        return self._cached(images, self._on_device(texts))
+
+    def update(self) -> bool:
+        """The optimizer's update from the gradient that the engine holds; False if all ranks left it out."""
+        with self.timer("step"):
+            updated = update_or_skip(self.engine)
+            clamp_temperatures(self.engine)
+        return updated
+
+    def _whole(self, images: Tensor, texts: Tensor) -> StepResult:
+        with self.timer("forward"):
+            # nothing here holds the device's copies: in bf16, autograd has no use for them once forward is over
+            out: Features = self.engine(self._on_device(images), self._on_device(texts), **self.ahead)
+        with self.timer("loss"):
+            loss = self.loss(out.image_features, out.text_features, out.logit_scale, out.logit_bias)
+        with self.timer("backward"):
+            self.engine.backward(loss)
+        return StepResult(loss.detach(), out.logit_scale.detach(), _not_finite(out.image_features, out.text_features))
+
+    def _cached(self, images: Tensor, texts: Tensor) -> StepResult:
+        micro = list(zip(images.chunk(self.accumulation), texts.chunk(self.accumulation), strict=True))
+        with self.timer("forward"):
+            states, outputs = self._encode_all(micro)
+        with self.timer("loss"):
+            loss, gradients, bad_rows = self._cache_gradients(outputs)
+        last = outputs[-1]
+        del outputs
+        after = RandomState(self.device)
+        with self.timer("backward"), self._reduction():
+            for index, (image, text) in enumerate(micro):
+                final = index == self.accumulation - 1
+                if not self.coalesced:
+                    self.engine.set_gradient_accumulation_boundary(final)
+                if final and self.reuse_last:
+                    out = last
+                else:
+                    states[index].restore()
+                    with frozen_statistics(self.engine.module):
+                        out = self._encode_again(image, text, gradients)
+                self._drive_back(out, gradients, index)
+        after.restore()
+        return StepResult(loss, last.logit_scale.detach(), bad_rows)
+
+    def _reduction(self) -> AbstractContextManager:
+        return self.engine.coalesce_grad_reduction() if self.coalesced else nullcontext()
+
+    def _encode_all(self, micro: list[tuple[Tensor, Tensor]]) -> tuple[list[RandomState], list[Features]]:
+        states, outputs = [], []
+        for index, (image, text) in enumerate(micro):
+            states.append(RandomState(self.device))
+            with torch.set_grad_enabled(self.reuse_last and index == len(micro) - 1):
+                outputs.append(self.engine(self._on_device(image), text))
+        return states, outputs
+
+    def _cache_gradients(self, outputs: list[Features]) -> tuple[Tensor, CachedGradients, Tensor]:
+        """The loss on all features of the rank, its gradient for each of its inputs, and the rows not finite."""
+        freeze, last = self.engine.module.freeze, outputs[-1]
+        images = torch.cat([out.image_features.detach() for out in outputs if out.image_features is not None])
+        texts = torch.cat([out.text_features.detach() for out in outputs if out.text_features is not None])
+        images.requires_grad_(freeze != "image")
+        texts.requires_grad_(freeze != "text")
+        scale = last.logit_scale.detach().requires_grad_()
+        bias = None if last.logit_bias is None else last.logit_bias.detach().requires_grad_()
+        loss = self.loss(images, texts, scale, bias)
+        loss.backward()
+        assert scale.grad is not None
+        gradients = CachedGradients(images.grad, texts.grad, scale.grad, None if bias is None else bias.grad)
+        return loss.detach(), gradients, _not_finite(images, texts)
+
+    def _encode_again(self, image: Tensor, text: Tensor, gradients: CachedGradients) -> Features:
+        return self.engine(
+            None if gradients.image_features is None else self._on_device(image),
+            None if gradients.text_features is None else text,
+        )
+
+    def _drive_back(self, out: Features, gradients: CachedGradients, index: int) -> None:
+        """Backward of sum(output * cached gradient)."""
+        # logit_scale and bias belong to the whole batch: each micro-batch brings one k-th of their gradient
+        total = (out.logit_scale * gradients.logit_scale).sum() / self.accumulation
+        if out.logit_bias is not None and gradients.logit_bias is not None:
+            total = total + (out.logit_bias * gradients.logit_bias).sum() / self.accumulation
+        for feature, gradient in (
+            (out.image_features, gradients.image_features),
+            (out.text_features, gradients.text_features),
+        ):
+            if feature is not None and gradient is not None:
+                total = total + (feature.float() * gradient.chunk(self.accumulation)[index].float()).sum()
+        self.engine.backward(total)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+def _not_finite(images: Tensor | None, texts: Tensor | None) -> Tensor:
+    features = [feature.detach() for feature in (images, texts) if feature is not None]
+    return torch.stack([~torch.isfinite(feature).all(dim=1) for feature in features]).any(dim=0)
+
+
+def global_mean(value: Tensor) -> float:
+    """Mean of a 0-dim tensor over ranks, as a number. A collective, and it waits for the device."""
+    total = value.detach().float().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return float(total)

@@ -1,0 +1,1 @@
+"""The exact contrastive loss over the pairs of all ranks."""

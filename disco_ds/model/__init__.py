@@ -1,0 +1,1 @@
+"""The two towers: building them, activation checkpointing, weights in and out."""

@@ -1,0 +1,1 @@
+"""Activations of a model, traced on fake tensors: no GPU, no memory."""

@@ -1,0 +1,113 @@
+"""Does tracing still work on this torch? Three comparisons on a model of two layers, in about two seconds.
+
+Fake against real tensors on the CPU: the counting. The Python walk against torch's engine: the order of backward.
+Fake CUDA against the shipped table's own figures: attention, autocast, the CUDA forms of the operations.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from disco_ds.config.schema import ModelConfig
+from disco_ds.errors import ConfigError
+from disco_ds.planner.coefficients import table
+from disco_ds.planner.tracing.storages import LiveStorages
+from disco_ds.planner.tracing.trace import build_meta, trace
+
+PROBE = {
+    "embed_dim": 32,
+    "vision_cfg": {"layers": 2, "width": 64, "head_width": 32, "patch_size": 8, "image_size": 32},
+    "text_cfg": {"context_length": 16, "vocab_size": 96, "width": 64, "heads": 2, "layers": 2},
+}
+BATCH = 64
+CASES = (("bf16", "none"), ("amp", "none"), ("amp", "full"), ("bf16", "ops"))
+
+
+class TraceError(ConfigError):
+    """Tracing gives other figures than it has to; the message says which, and with which torch."""
+
+
+def probe(checkpointing: str = "none") -> ModelConfig:
+    """The model of two layers."""
+    return ModelConfig(name="probe", config=PROBE, checkpointing=checkpointing)
+
+
+def cuda_figures() -> dict[str, list[int]]:
+    """A(64) and E(64) of the probe on fake CUDA for each case: what the shipped table keeps."""
+    figures = {}
+    for precision, checkpointing in CASES:
+        _, found = trace(probe(checkpointing), precision)
+        ends = (found.peak(BATCH), found.end(BATCH))
+        figures[f"{precision}/{checkpointing}"] = list(ends)
+    return figures
+
+
+def real_peak(config: ModelConfig, batch: int) -> int:
+    """Bytes of activations at the highest moment of a real step on the CPU in fp32, the batch included."""
+    model = build_meta(config).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    model.clip.logit_scale = torch.zeros(())
+    live = _Activations(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        live.count(tensor, "states")
+    size = PROBE["vision_cfg"]["image_size"]  # type: ignore[index]
+    images, texts = torch.randn(batch, 3, size, size), torch.ones(batch, model.clip.context_length, dtype=torch.long)
+    for tensor in (images, texts):
+        live.count(tensor, "input")
+    hooks = [p.register_post_accumulate_grad_hook(live.gradient) for p in model.parameters()]
+    with live:
+        features = model(images, texts)
+        loss = features.image_features.float().sum() + features.text_features.float().sum() + features.logit_scale
+        del features
+        loss.sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return live.highest
+
+
+class _Activations(LiveStorages):
+    """The highest of activations and batch."""
+
+    highest = 0
+
+    def on_growth(self, func: object) -> None:
+        self.highest = max(self.highest, self.by_category.get("activations", 0) + self.by_category.get("input", 0))
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.count(parameter.grad, "gradients")
+
+
+def self_check() -> dict[str, float]:
+    """Run the three comparisons.
+
+    Returns:
+        The largest relative difference of each.
+
+    Raises:
+        TraceError: one is beyond its tolerance.
+    """
+    found = {"counting": 0.0, "order": 0.0, "cuda": 0.0}
+    for checkpointing in ("none", "full"):
+        config = probe(checkpointing)
+        sizes, fake = trace(config, "fp32", device="cpu", engine="torch")
+        _, walked = trace(config, "fp32", device="cpu", engine="walk")
+        planned = fake.peak(BATCH, sizes.input_bytes)
+        real = real_peak(config, BATCH)
+        found["counting"] = max(found["counting"], abs(planned / real - 1))
+        found["order"] = max(found["order"], abs(walked.peak(BATCH, 0) / fake.peak(BATCH, 0) - 1))
+    expected = table().get("self_check", {})
+    for case, figures in cuda_figures().items():
+        for now, before in zip(figures, expected.get(case, figures), strict=True):
+            found["cuda"] = max(found["cuda"], abs(now / before - 1))
+    limits = {"counting": 0.002, "order": 0.01, "cuda": 0.01}
+    wrong = {name: value for name, value in found.items() if value > limits[name]}
+    if wrong:
+        figures_text = ", ".join(f"{name} {value:.1%} (at most {limits[name]:.1%})" for name, value in wrong.items())
+        raise TraceError(
+            f"tracing does not work as it should with torch {torch.__version__}: {figures_text}. The shipped table was "
+            f"made with torch {table().get('made_with', {}).get('torch', '?')} and still holds for its models"
+        )
+    return found

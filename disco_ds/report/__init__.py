@@ -1,0 +1,1 @@
+"""The report of runs: one page, from their folders alone."""

@@ -1,0 +1,191 @@
+"""What is known of a run from its folder, whatever of it is there: a killed run leaves less than a finished one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from disco_ds.errors import ConfigError
+from disco_ds.run.recorder import MEMORY_FILE, SHOWN_FILE, STARTS_FILE
+from disco_ds.telemetry.jsonlines import read_lines
+
+Lines = list[dict[str, Any]]
+
+_MARKS = ("config.yaml", "metrics.jsonl", "eval.jsonl", "result.json", STARTS_FILE)
+"""A folder with one of these is a run's."""
+_LARGEST = 1e300
+
+
+@dataclass
+class RunFolder:
+    """One run, as its folder tells; a part that is missing or unreadable is empty."""
+
+    path: Path
+    label: str
+    """Short name, unique among the runs of one report."""
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: Lines = field(default_factory=list)
+    evals: Lines = field(default_factory=list)
+    starts: Lines = field(default_factory=list)
+    """Every start of the run, oldest first: :func:`disco_ds.run.recorder.record_start`."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    shown: dict[str, Any] = field(default_factory=dict)
+    skipped: Lines = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
+    """Names of files that are there and could not be read."""
+    _series: dict[tuple[str, bool], tuple[list[int], list[float]]] = field(default_factory=dict, repr=False)
+
+    def series(self, name: str, *, of_evals: bool = False) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric; what is no finite number is NaN, which leaves a gap in a curve."""
+        if (name, of_evals) not in self._series:  # a long run has hundreds of thousands of lines
+            lines = [line for line in (self.evals if of_evals else self.metrics) if name in line]
+            self._series[name, of_evals] = [line["step"] for line in lines], [number(line[name]) for line in lines]
+        return self._series[name, of_evals]
+
+    def last(self, name: str, *, of_evals: bool = False) -> float | None:
+        """The newest finite value of a metric."""
+        finite = [value for value in self.series(name, of_evals=of_evals)[1] if math.isfinite(value)]
+        return finite[-1] if finite else None
+
+    @property
+    def step(self) -> int:
+        """The last step that anything is known of."""
+        steps = [lines[-1]["step"] for lines in (self.metrics, self.evals) if lines]
+        return max([*steps, *(int(number(part.get("steps"), 0)) for part in (self.result,))], default=0)
+
+    @property
+    def global_batch(self) -> int | None:
+        """Pairs a step."""
+        if self.starts and isinstance(self.starts[-1].get("global_batch"), int):
+            return self.starts[-1]["global_batch"]
+        seen = self.metrics[-1].get("samples_seen") if self.metrics else None
+        if isinstance(seen, int) and seen and self.metrics[-1]["step"]:
+            return round(seen / self.metrics[-1]["step"])
+        batch = self.config.get("global_batch")
+        return batch if isinstance(batch, int) else None
+
+    @property
+    def total_steps(self) -> int | None:
+        """Length of the run."""
+        for found in (self.starts[-1].get("total_steps") if self.starts else None, self.config.get("steps")):
+            if isinstance(found, int):
+                return found
+        samples, batch = self.config.get("samples"), self.global_batch
+        return -(-samples // batch) if isinstance(samples, int) and batch else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has reached its end (a finished run that was made longer has not)."""
+        ended = int(number(self.result.get("steps"), -1))
+        return ended >= 0 and ended >= self.step and (self.total_steps is None or ended >= self.total_steps)
+
+    def faults(self) -> Counter[str]:
+        """Data faults over all logged steps, by "source/reason"."""
+        total: Counter[str] = Counter()
+        for line in self.metrics:
+            total.update(faults_of(line))
+        return total
+
+    def option(self, dotted: str, default: Any = None) -> Any:
+        """A field of the configuration: ``option("optimizer.lr")``."""
+        found: Any = self.config
+        for part in dotted.split("."):
+            if not isinstance(found, dict) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+
+def number(value: Any, default: float = math.nan) -> float:
+    """A finite number as float, anything else as ``default``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return default
+    return float(value) if abs(value) < _LARGEST else default  # NaN is not below it
+
+
+def faults_of(line: dict[str, Any]) -> dict[str, int]:
+    """The data faults of one logged step, those that are counts."""
+    found = line.get("bad_samples")
+    return {str(k): v for k, v in found.items() if isinstance(v, int)} if isinstance(found, dict) else {}
+
+
+def read_runs(paths: list[Path]) -> list[RunFolder]:
+    """Read the folders of one or more runs.
+
+    Raises:
+        ConfigError: a path is no run's folder, or is given twice.
+    """
+    whole = [_checked(path) for path in paths]
+    twice = [str(path) for path, count in Counter(whole).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{twice[0]} is given twice; give each run once")
+    return [_read(path, label) for path, label in zip(whole, _labels(whole), strict=True)]
+
+
+def _checked(path: Path) -> Path:
+    try:
+        whole = path.resolve()
+        if not whole.exists():
+            raise ConfigError(f"{path} does not exist; give a run's folder, runs/NAME")
+        if not whole.is_dir():
+            raise ConfigError(f"{path} is a file; give the run's folder that it is in")
+        if any((whole / name).is_file() for name in _MARKS):
+            return whole
+        inside = sorted(child.name for child in whole.iterdir() if any((child / name).is_file() for name in _MARKS))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    if inside:
+        some = ", ".join(str(path / name) for name in inside[:5]) + (", …" if len(inside) > 5 else "")
+        raise ConfigError(f"{path} holds runs and is none itself; give one or more of them: {some}")
+    raise ConfigError(f"{path} is no run's folder: it has none of {', '.join(_MARKS)}")
+
+
+def _labels(paths: list[Path]) -> list[str]:
+    """The folders' names, with as many folders above them as it takes to tell them apart."""
+    for depth in range(1, 1 + max(len(path.parts) for path in paths)):
+        labels = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(path) for path in paths]
+
+
+def _read(path: Path, label: str) -> RunFolder:
+    run = RunFolder(path, label)
+    run.config = _mapping(run, "config.yaml")
+    run.metrics, run.evals = _lines(run, "metrics.jsonl"), _lines(run, "eval.jsonl")
+    run.starts = _lines(run, STARTS_FILE)
+    if not run.config and run.starts and isinstance(run.starts[-1].get("config"), dict):
+        run.config = run.starts[-1]["config"]
+    # steps that a resumed run has made again are in the file twice
+    run.skipped = list({line["step"]: line for line in _lines(run, "skipped.jsonl")}.values())
+    run.memory, run.shown, run.result = (_mapping(run, name) for name in (MEMORY_FILE, SHOWN_FILE, "result.json"))
+    return run
+
+
+def _mapping(run: RunFolder, name: str) -> dict[str, Any]:
+    try:
+        text = (run.path / name).read_text(encoding="utf-8")
+        content = yaml.safe_load(text) if name.endswith(".yaml") else json.loads(text)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = None
+    if isinstance(content, dict):
+        return content
+    run.unreadable.append(name)
+    return {}
+
+
+def _lines(run: RunFolder, name: str) -> Lines:
+    try:
+        return [line for line in read_lines(run.path / name) if 0 <= line["step"] < _LARGEST]
+    except OSError:
+        run.unreadable.append(name)
+        return []

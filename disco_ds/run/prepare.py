@@ -1,0 +1,305 @@
+"""From a checked configuration to everything the loop needs, cheap checks before expensive ones."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from disco_ds.checkpoint.folder import set_aside
+from disco_ds.checkpoint.resume import Identity, RunState, check_resumable, choose_checkpoint, load_checkpoint
+from disco_ds.config.schema import RunConfig, total_steps
+from disco_ds.data.cursor import check_stream
+from disco_ds.data.heldout import probe, read_heldout
+from disco_ds.data.sources import Source, expand
+from disco_ds.data.stream import TrainStream
+from disco_ds.engine.deepspeed_engine import build_engine, collective_timeout, configure_checkpointing
+from disco_ds.engine.ds_checks import read_ds_config, uses_deepspeed_checkpointing
+from disco_ds.engine.ds_config import EngineConfig, resolve
+from disco_ds.engine.optimizer import check_optimizer
+from disco_ds.engine.schedule import Schedule, build_schedule
+from disco_ds.engine.step import TrainStep
+from disco_ds.engine.temperature import clamp_temperatures
+from disco_ds.errors import CheckpointError, ConfigError, DataError
+from disco_ds.evaluation.evaluate import check_evaluation
+from disco_ds.loss.contrastive import build_loss
+from disco_ds.model.build import build_model, build_tokenizer, build_transform
+from disco_ds.model.towers import TwoTowers
+from disco_ds.planner.auto import fill_auto
+from disco_ds.planner.text import headline
+from disco_ds.run.describe import describe
+from disco_ds.run.watchdog import Watchdog
+from disco_ds.telemetry.sinks import Telemetry, check_logging
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Run:
+    """A run that is ready for its next step."""
+
+    config: RunConfig
+    folder: Path
+    engine_config: EngineConfig
+    engine: Any
+    tokenizer: Callable[[list[str]], torch.Tensor]
+    stream: TrainStream
+    train_step: TrainStep
+    schedule: Schedule
+    telemetry: Telemetry
+    control: Any
+    """A gloo group for the few numbers that ranks agree on: it never waits for a GPU."""
+    watchdog: Watchdog
+    state: RunState
+    identity: Identity
+    failed_saves: int = 0
+    """Checkpoints that could not be written."""
+
+    @property
+    def global_batch(self) -> int:
+        """Pairs a step, over all ranks."""
+        return self.engine_config.batch.global_batch
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's towers are."""
+        return self.train_step.device
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return self.folder / "checkpoints"
+
+    def heldout(self) -> Any:
+        """A fresh pass over this rank's part of the held-out pairs."""
+        return read_heldout(
+            self.config.data,
+            transform=build_transform(self.engine.module, training=False),
+            tokenizer=self.tokenizer,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            batch=self.config.evaluation.batch,
+        )
+
+
+def on_rank_0(action: Callable[[], Result]) -> Result:
+    """Run ``action`` on rank 0 only; every rank gets its result, or raises its error."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except (ConfigError, DataError, CheckpointError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def prepare(
+    config: RunConfig, ds_config: str | Path, device: torch.device, watchdog: Watchdog, *, plan: bool = False
+) -> Run:
+    """Check, build and resume. Raises the same error on every rank before anything on disk has changed.
+
+    Args:
+        watchdog: is told how far this has come, and goes on to watch the run.
+        plan: let the planner fill what run and ds_config leave open, for the device at hand.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: see the modules that they come from.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config, engine_config, planned = _resolve(config, ds_config, device, plan)
+    global_batch = engine_config.batch.global_batch
+    folder = config.runs_dir / config.name
+    identity = Identity(
+        world_size, engine_config.zero_stage, engine_config.precision, global_batch, model_identity(config),
+        config.optimizer.name,
+    )  # fmt: skip
+    watchdog.note("starts: looks at data and checkpoints")
+    checkpoint = _check_cheaply(config, engine_config, folder, identity, watchdog)
+
+    watchdog.note("starts: builds the model")
+    model = _build_towers(config, engine_config)
+    tokenizer = build_tokenizer(config.model)
+    transform = build_transform(model, training=True, augment=config.data.augment)
+    on_rank_0(lambda: _probe(config, transform))
+    steps = total_steps(config, global_batch)
+    schedule = build_schedule(config.schedule, peak=config.optimizer.lr, steps=steps, global_batch=global_batch)
+
+    watchdog.note("starts: builds the engine")
+    torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks; a checkpoint brings its own
+    engine = build_engine(model, config.optimizer, engine_config)
+    state = RunState(step=0, samples_seen=0, cursor=None)
+    if checkpoint is not None:
+        watchdog.note(f"starts: reads {checkpoint.name}")
+        state = load_checkpoint(engine, checkpoint, identity)
+        clamp_temperatures(engine)  # the model still has the values that it was built with
+    stream = TrainStream(
+        config.data, global_batch=global_batch, rank=rank, world_size=world_size, seed=config.seed,
+        transform=transform, tokenizer=tokenizer, cursor=state.cursor,
+    )  # fmt: skip
+    telemetry = Telemetry(
+        folder, config.logging, rank=rank, total_steps=steps, start_step=state.step,
+        name=config.name, run_config=config.model_dump(mode="json"),
+    )  # fmt: skip
+    run = Run(
+        config=config, folder=folder, engine_config=engine_config, engine=engine, tokenizer=tokenizer, stream=stream,
+        train_step=_train_step(config, engine_config, engine, device), schedule=schedule, telemetry=telemetry,
+        control=dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_minutes)),
+        watchdog=watchdog, state=state, identity=identity,
+    )  # fmt: skip
+    aside = None if checkpoint is None else _leave_behind(checkpoint, state.step, run.checkpoints)
+    if rank == 0:
+        (folder / "config.yaml").write_text(_as_it_runs(config, engine_config).to_yaml())
+        telemetry.say("\n".join(describe(run, checkpoint, planned, aside)))
+    return run
+
+
+def _as_it_runs(config: RunConfig, engine_config: EngineConfig) -> RunConfig:
+    """With what the ds_config or the device decided; micro-batches stay open, they hang on the number of ranks."""
+    clip_norm = float(engine_config.deepspeed["gradient_clipping"])
+    return config.model_copy(
+        update={
+            "global_batch": engine_config.batch.global_batch,
+            "precision": engine_config.precision,
+            "optimizer": config.optimizer.model_copy(update={"clip_norm": clip_norm}),
+        }
+    )
+
+
+def _leave_behind(checkpoint: Path, step: int, folder: Path) -> Path | None:
+    """Move aside what the run has saved on a way that it does not take: after the checkpoint that it goes on from, or,
+    where that one is from elsewhere, all of it."""
+    after = step if checkpoint.resolve().parent == folder.resolve() else -1
+
+    def act() -> Path | None:
+        try:
+            return set_aside(folder, after)
+        except OSError as error:
+            raise CheckpointError(f"what is in {folder} could not be moved aside: {error}") from error
+
+    return on_rank_0(act)
+
+
+def _check_cheaply(
+    config: RunConfig, engine_config: EngineConfig, folder: Path, identity: Identity, watchdog: Watchdog
+) -> Path | None:
+    """What can be found wrong before anything is built; returns the checkpoint to go on from."""
+    zero = engine_config.deepspeed["zero_optimization"]
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    check_optimizer(config.optimizer, zero_stage=engine_config.zero_stage, offload=offload)
+    if config.loss.overlap is True and not _can_overlap(config, engine_config):
+        raise ConfigError(
+            "loss.overlap true: texts are gathered while images are encoded in whole steps at ZeRO 0 to 2 alone, this "
+            f"run has ZeRO {engine_config.zero_stage} and micro-batches: {engine_config.batch.accumulation}; leave it "
+            "at auto"
+        )
+    check_logging(config.logging)
+    check_evaluation(config.evaluation)
+    sources = on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
+    checkpoint = choose_checkpoint(config.resume, folder / "checkpoints", lambda what: watchdog.note(f"starts: {what}"))
+    cursor = None if checkpoint is None else on_rank_0(lambda: check_resumable(checkpoint, identity))
+    check_stream(config.data, sources, identity.global_batch, identity.world_size, config.seed, cursor)
+    on_rank_0(lambda: check_writable(folder))
+    return checkpoint
+
+
+def _resolve(
+    config: RunConfig, ds_config: str | Path, device: torch.device, plan: bool
+) -> tuple[RunConfig, EngineConfig, str | None]:
+    """Run and ds_config, checked against each other; with ``plan`` filled by the planner, and what it has to say."""
+    content, planned, world_size = read_ds_config(ds_config), None, dist.get_world_size()
+    if plan:
+        config, content, found = fill_auto(
+            config, content, world_size=world_size, device=device, source=str(ds_config), progress=_say_once
+        )
+        planned = "\n".join(headline(found, config.model.name))
+    on_gpu = device.type == "cuda"
+    return config, resolve(config, content, world_size=world_size, on_gpu=on_gpu, source=str(ds_config)), planned
+
+
+def _build_towers(config: RunConfig, engine_config: EngineConfig) -> TwoTowers:
+    by_deepspeed = uses_deepspeed_checkpointing(engine_config.deepspeed)
+    if by_deepspeed:
+        configure_checkpointing(engine_config.deepspeed["activation_checkpointing"])
+    model = build_model(config.model, config.seed, deepspeed_checkpointing=by_deepspeed)
+    if config.loss.kind == "sigmoid" and model.logit_bias is None:
+        raise ConfigError(
+            f"loss.kind sigmoid needs a model with a bias, {config.model.name} has none: choose a SigLIP model, or "
+            f"give init_logit_bias (SigLIP's is -10) and init_logit_scale in the model's JSON"
+        )
+    return model
+
+
+def _say_once(message: str) -> None:
+    if dist.get_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, device: torch.device) -> TrainStep:
+    overlap = config.loss.overlap if config.loss.overlap != "auto" else device.type == "cuda"
+    return TrainStep(
+        engine,
+        build_loss(config.loss.kind, **config.loss.options()),
+        engine_config.batch.accumulation,
+        device,
+        on_host=config.cached.images == "host",
+        reduce_once=config.cached.reduce == "once",
+        reuse_last=config.cached.reuse_last,
+        overlap=bool(overlap) and _can_overlap(config, engine_config),
+    )
+
+
+def _can_overlap(config: RunConfig, engine_config: EngineConfig) -> bool:
+    whole = engine_config.batch.accumulation == 1
+    return config.loss.kind == "one_block" and engine_config.zero_stage < 3 and whole
+
+
+def model_identity(config: RunConfig) -> dict[str, Any]:
+    """What must be the same for a checkpoint to fit."""
+    return config.model.model_dump(mode="json", include={"name", "config", "freeze", "image_size", "context_length"})
+
+
+def _find_shards(config: RunConfig) -> list[Source]:
+    if config.data.val is not None:
+        expand(config.data.val, "data.val")
+    return expand(config.data.train, "data.train")
+
+
+def check_writable(folder: Path) -> None:
+    """Try the run's folder, or the nearest one above it that is there; nothing is left behind.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(f"runs_dir: nothing can be written to {folder}: {error}. Choose another --runs_dir") from None
+
+
+def _probe(config: RunConfig, transform: Callable[[Any], torch.Tensor]) -> None:
+    probe(config.data, transform=transform)
+    if config.data.val is not None:
+        probe(config.data, transform=transform, field="data.val")
+
+
+def start_logging(rank: int) -> None:
+    """Show the project's warnings on the console, with the rank that they come from."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
+    logger = logging.getLogger("disco_ds")
+    logger.handlers = [handler]
+    logger.propagate = False

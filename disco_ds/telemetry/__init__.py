@@ -1,0 +1,1 @@
+"""What a run says of itself: console, JSON lines, TensorBoard, Weights & Biases."""

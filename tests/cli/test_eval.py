@@ -1,0 +1,245 @@
+"""disco-eval: the same numbers for a run and all that was exported of it, on one process and two ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from disco_ds.cli.eval import main
+from disco_ds.cli.export import main as export
+from tests.helpers.ranks import ROOT
+from tests.helpers.saved_runs import STEP, model_of
+from tests.helpers.shards import write_shard
+from tests.helpers.tiny import TINY
+from tests.helpers.towers import exact_similarity, slow_ranks, slow_retrieval
+
+CLASSES = ["red fox", "owl", "7", "bee", "ant", "cow", "zebra"]
+TEMPLATES = ["a photo of a {}.", "the {}, a {}"]
+COUNT = 34
+
+
+def image_bytes(number):
+    """A picture of random patches: the features of flat ones would differ by little more than rounding."""
+    patches = np.random.default_rng(number).integers(0, 255, (4, 4, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(patches).resize((40, 40)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def captions_of(number):
+    return [f"picture {number} of a {CLASSES[number % 7]}", f"number {number}", "a picture"][: 1 + number % 3]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Held-out data as shards with one to three captions a sample, as shards without any, and as class folders."""
+    folder = tmp_path_factory.mktemp("heldout")
+    (folder / "classes.txt").write_text("\n".join(CLASSES))
+    (folder / "templates.txt").write_text("\n".join(TEMPLATES))
+    samples, bare = {}, {}
+    for number in range(COUNT):
+        label = CLASSES[number % 7] if number % 2 else str(number % 7)
+        label = "3" if number % 7 == 3 else label  # numbers and names
+        record = json.dumps({"captions": captions_of(number)}).encode()
+        samples[f"{number:04d}"] = {"png": image_bytes(number), "json": record, "cls": label.encode()}
+        bare[f"{number:04d}"] = {"png": image_bytes(number), "cls": label.encode()}
+        name = CLASSES[number % 7]
+        path = folder / "by-name" / name / f"{number:04d}.PNG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image_bytes(number))
+        ordered = folder / "by-order" / f"n{number % 7:03d}" / "deep" / f"{number:04d}.png"
+        ordered.parent.mkdir(parents=True, exist_ok=True)
+        ordered.write_bytes(image_bytes(number))
+    for name, made in (("pairs", samples), ("bare", bare)):
+        keys = sorted(made)
+        for shard in range(3):
+            write_shard(folder / name / f"{shard}.tar", {key: made[key] for key in keys[shard * 12 : shard * 12 + 12]})
+    (folder / "by-name" / "owl" / "torn.png").write_bytes(image_bytes(1)[:60])
+    (folder / "by-name" / "owl" / "notes.txt").write_text("no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exports(saved, tmp_path_factory):
+    """The exported forms of a run that has open_clip's vocabulary."""
+    folder = tmp_path_factory.mktemp("exports")
+    for form, name in (("open_clip", "model.pt"), ("safetensors", "model.safetensors"), ("hf", "hub")):
+        assert export([str(saved[0] / "zero2-words"), "--to", form, "--out", str(folder / name)]) == 0
+    return folder
+
+
+def run(capsys, *words):
+    code = main([str(word) for word in words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def answer(capsys, *words, workers=0):
+    code, out, err = run(capsys, *words, "--workers", workers, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def pair_options(data):
+    return ["--data.val", data / "pairs", "--data.caption_key", "json:captions", "--classes", data / "classes.txt",
+            "--templates", data / "templates.txt"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(data, exports):
+    """By plain loops over what open_clip itself makes of the exported folder: retrieval, ranks of the right classes."""
+    model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{exports / 'hub'}")
+    tokenizer, model = open_clip.get_tokenizer(f"local-dir:{exports / 'hub'}"), model.eval()
+    owner = [number for number in range(COUNT) for _ in captions_of(number)]
+    with torch.no_grad():
+        pixels = [transform(Image.open(io.BytesIO(image_bytes(number))).convert("RGB")) for number in range(COUNT)]
+        image = model.encode_image(torch.stack(pixels))
+        text = torch.cat([model.encode_text(tokenizer([c])) for n in range(COUNT) for c in captions_of(n)])
+        weights = []
+        for name in CLASSES:
+            prompts = [template.replace("{}", name) for template in TEMPLATES]
+            each = [model.encode_text(tokenizer([prompt]), normalize=True)[0].double() for prompt in prompts]
+            weights.append(sum(each) / len(each))
+    similarity = exact_similarity(image, torch.stack(weights))
+    ranks = slow_ranks(similarity, [[number % 7] for number in range(COUNT)])
+    counts = np.zeros((7, 7), dtype=int)
+    for number, row in enumerate(similarity):
+        counts[number % 7, row.index(max(row))] += 1
+    return slow_retrieval(exact_similarity(image, text), owner), ranks, counts
+
+
+def check(found, expected):
+    retrieval, ranks, _ = expected
+    metrics = found["metrics"]
+    assert {name: metrics[f"val/{name}"] for name in retrieval} == pytest.approx(retrieval)
+    assert metrics["val/zero_shot_top1"] == pytest.approx(sum(rank == 1 for rank in ranks) / COUNT)
+    assert metrics["val/zero_shot_top5"] == pytest.approx(sum(rank <= 5 for rank in ranks) / COUNT)
+    own = [[rank == 1 for number, rank in enumerate(ranks) if number % 7 == c] for c in range(7)]
+    assert metrics["val/zero_shot_mean_per_class"] == pytest.approx(sum(sum(o) / len(o) for o in own) / 7)
+    assert found["per_class"] == {name: [sum(o) / len(o), len(o)] for name, o in zip(CLASSES, own, strict=True)}
+    assert metrics["val/zero_shot_samples"] == COUNT
+
+
+def test_every_way_to_name_a_model_gives_the_plain_loops_numbers(saved, exports, data, expected, tmp_path, capsys):
+    shutil.copy(exports / "model.pt", tmp_path / "plain.pt")
+    torch.save(dict(torch.load(tmp_path / "plain.pt")), tmp_path / "plain.pt")  # says nothing about itself any more
+    (tmp_path / "tiny-eval.json").write_text(json.dumps(TINY))
+    for words in (
+        [saved[0] / "zero2-words"],
+        [saved[0] / "zero2-words", "--checkpoint", STEP],
+        [saved[0] / "zero2-words" / "checkpoints" / STEP],
+        [exports / "model.pt"],
+        [exports / "model.safetensors"],
+        [exports / "hub"],
+        [f"local-dir:{exports / 'hub'}"],
+        [tmp_path / "plain.pt", "--model", tmp_path / "tiny-eval.json"],
+        [tmp_path / "tiny-eval.json", "--pretrained", exports / "model.safetensors"],
+    ):
+        check(answer(capsys, *words, *pair_options(data)), expected)
+
+
+def test_two_ranks_give_the_same(saved, data, expected, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m",
+               "disco_ds.cli.eval", saved[0] / "zero2-words", *pair_options(data), "--workers", 0, "--json",
+               "--batch", 5, "--confusion", tmp_path / "confusion.png"]  # fmt: skip
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    check(json.loads(done.stdout), expected)
+    assert (tmp_path / "confusion.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("form", ["bare", "by-name", "by-order"])
+def test_images_without_captions(exports, data, expected, tmp_path, capsys, monkeypatch, form):
+    drawn = []
+    monkeypatch.setattr("disco_ds.evaluation.confusion.draw_confusion", lambda *given: drawn.append(given))
+    where = ["--data.val", data / form, "--no-retrieval"] if form == "bare" else ["--folder", data / form]
+    options = ["--classes", data / "classes.txt", "--templates", data / "templates.txt", "--batch", 4]
+    found = answer(capsys, exports / "model.pt", *where, *options, "--confusion", tmp_path / "c.png",
+                   workers=int(form == "by-order"))  # fmt: skip
+    _, ranks, counts = expected
+    assert found["metrics"]["val/zero_shot_top1"] == pytest.approx(sum(rank == 1 for rank in ranks) / COUNT)
+    assert found["metrics"]["val/images"] == COUNT
+    assert not any("R@" in name for name in found["metrics"])
+    assert np.array_equal(drawn[0][0], counts)
+    assert found["metrics"]["val/data_faults"] == (1 if form == "by-name" else 0)
+
+
+def test_classes_of_a_folder_are_its_own(exports, data, capsys):
+    code, out, _ = run(capsys, exports / "hub", "--folder", data / "by-name", "--workers", 0)
+    assert code == 0
+    assert "R@1" not in out
+    assert f"on {COUNT} samples" in out
+    found = answer(capsys, exports / "hub", "--folder", data / "by-name")
+    assert sorted(found["per_class"]) == sorted(CLASSES)
+
+
+def test_a_run_brings_its_data_and_classes(saved, data, expected, tmp_path, capsys):
+    folder = shutil.copytree(saved[0] / "zero2-words", tmp_path / "run")
+    evaluation = {"classes": CLASSES, "templates": TEMPLATES}
+    heldout = {"train": "gone", "val": str(data / "pairs"), "caption_key": "json:captions"}
+    content = {"steps": 2, "model": model_of("zero2-words"), "data": heldout, "evaluation": evaluation}
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    check(answer(capsys, folder), expected)
+    other = answer(capsys, folder, "--classes", data / "classes.txt", "--data.val", data / "pairs" / "0.tar")
+    assert other["metrics"]["val/images"] == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["ViT-B32"], ["'ViT-B32'", "'ViT-B-32'"]),
+        (["RN50"], ["--pretrained", "yfcc15m"]),
+        (["RN50", "--pretrained", "gone.pt", "--data.val", "{data}/pairs"], ["gone.pt", "yfcc15m"]),
+        (["{exports}/model.pt"], ["--data.val SHARDS, or --folder DIR"]),
+        (["{exports}/model.pt", "--pretrained", "openai"], ["--pretrained openai", "open_clip name"]),
+        (["{exports}/hub", "--checkpoint", STEP], ["--checkpoint", "run's folder"]),
+        (["{data}", "--data.val", "{data}/pairs"], ["neither checkpoints nor open_clip_config.json"]),
+        (["{data}/classes.txt", "--data.val", "{data}/pairs"], ["classes.txt", "--model"]),
+        (["{exports}/hub", "--data.val", "{data}/none.tar"], ["data.val", "none.tar"]),
+        (["{exports}/hub", "--folder", "{data}/pairs"], ["--folder", "sub-folder"]),
+        (["{exports}/hub", "--folder", "{data}/by-order", "--classes", "imagenet"], ["7 sub-folders", "1000 classes"]),
+        (["{exports}/hub", "--folder", "{data}/by-name", "--data.val", "x"], ["both given"]),
+        (["{exports}/hub", "--data.val", "{data}/bare", "--no-retrieval"], ["--classes"]),
+        (["{exports}/hub", "--data.val", "{data}/pairs", "--confusion", "c.png"], ["--confusion", "--classes"]),
+        (["{exports}/hub", "--data.val", "{data}/pairs", "--batch", "none"], ["--batch", "'none'"]),
+        (["{exports}/hub", "--data.val", "{data}/bare"], ["0 kept", "caption"]),
+        (["{exports}/hub", "--data.vall", "x"], ["--data.vall", "disco-eval --help"]),
+    ],
+)
+def test_mistakes_are_one_line(exports, data, capsys, words, told):
+    code, _, said = run(capsys, *[word.format(exports=exports, data=data) for word in words])
+    assert code == 2
+    assert said.startswith("disco-eval: ")
+    assert said.count("\n") == 1, said
+    assert all(word in said for word in told), said
+
+
+def test_help_fits_a_screen(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    lines = shown.rstrip().splitlines()
+    assert len(lines) <= 40
+    assert lines[-1].startswith("disco-eval ")
+    for default in ("(default: the run's; 256)", "(default: the run's; 4 at most)"):
+        assert default in " ".join(shown.split())
+
+
+def test_the_commands_are_on_the_path():
+    scripts = (Path(ROOT) / "pyproject.toml").read_text()
+    for name in ("eval", "export"):
+        assert f'disco-{name} = "disco_ds.cli.{name}:main"' in scripts

@@ -1,0 +1,167 @@
+"""The gradient of every engine, memory plan and policy against one process with the full batch in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.engines import BATCH, build, gradient_error, own_rows, reference_gradients
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import TINY_VOCAB, tiny_batch
+
+POLICIES = ("none", "full", "every:2", "ops", "offload")
+
+
+def matrix(seed):
+    """Every case of one world size; returns (case, error, worst parameter) of all."""
+    from disco_ds.engine.optimizer import set_learning_rate
+
+    images, texts = tiny_batch(BATCH, seed)
+    rows = own_rows()
+    rng, results = random.Random(seed), []
+    expected = {freeze: reference_gradients(freeze, images, texts)[1] for freeze in ("none", "image")}
+    for freeze, policy, stage in itertools.product(("none", "image"), POLICIES, (0, 1, 2, 3)):
+        loss = rng.choice(("one_block", "one_block", "disco", "clip"))  # the losses agree; each meets some engines
+        engine, step = build(stage, policy=policy, freeze=freeze, loss=loss)
+        set_learning_rate(engine.optimizer, 0.0)  # updates clear the gradient and leave the weights for the next case
+        for accumulation in (1, 2, 4):
+            step.accumulation = accumulation
+            step.backward(images[rows], texts[rows])
+            case = (freeze, policy, stage, accumulation, loss)
+            results.append((case, *gradient_error(engine, expected[freeze])))
+            step.update()
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_engine_gives_the_full_batch_gradient(world_size):
+    seed = random.randrange(2**31)
+    results = run_ranks(matrix, world_size, seed, timeout_s=580)
+    assert len(results[0]) == 120
+    wrong = [case for case in results[0] if not case[1] <= 2e-5]
+    assert not wrong, f"seed {seed}, {len(wrong)} of {len(results[0])}: {wrong}"
+    assert all(result == results[0] for result in results)  # the engines hold one gradient, whichever rank is asked
+
+
+def precision_and_models(seed):
+    """bf16, autocast, dropout with replay, SigLIP with its bias, ZeRO options."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    images, texts = tiny_batch(BATCH, seed)
+    rows = own_rows()
+    results = []
+
+    def case(name, limit, expected, *, before=None, floor=1e-4, **options):
+        engine, step = build(**options)
+        if before is not None:
+            torch.manual_seed(before[rank])
+        step.backward(images[rows], texts[rows])
+        results.append((name, limit, *gradient_error(engine, expected, floor)))
+        step.update()
+        engine.destroy()
+
+    plain = reference_gradients("none", images, texts)[1]
+    for stage in (0, 1, 2, 3):
+        for accumulation in (1, 4):
+            for precision in ("bf16", "amp"):
+                options = {"stage": stage, "accumulation": accumulation, "precision": precision}
+                case(options, 0.05, plain, floor=1.0, **options)
+    seeds = [1000 + rank for rank in range(world_size)]
+    dropped = {**TINY_VOCAB, "vision_cfg": {**TINY_VOCAB["vision_cfg"], "patch_dropout": 0.5}}
+    for accumulation in (1, 2, 4):
+        chunks = BATCH // world_size // accumulation
+        expected = reference_gradients("none", images, texts, config=dropped, chunks=chunks, seeds=seeds)[1]
+        for stage, policy in ((0, "none"), (2, "full"), (3, "none"), (3, "ops")):
+            options = {"stage": stage, "accumulation": accumulation, "policy": policy, "dropout": 0.5}
+            case(options, 2e-5, expected, before=seeds, **options)
+    biased = {**TINY_VOCAB, "init_logit_bias": -2.0}
+    expected = reference_gradients("none", images, texts, bias=-2.0)[1]
+    for stage, accumulation in itertools.product((0, 2, 3), (1, 2)):
+        options = {"stage": stage, "accumulation": accumulation, "loss": "sigmoid"}
+        case(options, 2e-5, expected, config=biased, **options)
+    # (contiguous_gradients: false and round_robin_gradients are left out: safe_get_full_grad cannot read them)
+    for options in (
+        {"stage": 0, "overlap": True},
+        {"stage": 2, "overlap": True, "policy": "full"},
+        {"stage": 1, "accumulation": 4, "reuse_last": True},
+        {"stage": 2, "accumulation": 4, "reduce_once": False},
+        {"stage": 3, "accumulation": 2, "reduce_once": False},
+        {"stage": 3, "accumulation": 2, "reuse_last": True, "on_host": False},
+        {"stage": 2, "policy": "full", "by_deepspeed": {"partition_activations": True, "cpu_checkpointing": True}},
+        {"stage": 3, "policy": "every:2", "by_deepspeed": {"partition_activations": True}},
+    ):
+        case(options, 2e-5, plain, **options)
+    for zero in ({"overlap_comm": True}, {"reduce_scatter": False}, {"reduce_bucket_size": 10_000_000}):
+        case(zero, 2e-5, plain, stage=2, accumulation=2, zero=zero)
+    return results
+
+
+def test_precisions_dropout_sigmoid_and_zero_options():
+    seed = random.randrange(2**31)
+    results = run_ranks(precision_and_models, 2, seed, timeout_s=400)
+    wrong = [case for case in results[0] if not case[2] <= case[1]]
+    assert not wrong, f"seed {seed}, {len(wrong)} of {len(results[0])}: {wrong}"
+
+
+def clamp_everywhere():
+    """logit_scale pushed out of its range: after the step the master, the working copy and forward agree."""
+    from disco_ds.engine.temperature import master_value, set_value
+
+    images, texts = tiny_batch(BATCH, 0)
+    rows = own_rows()
+    results = []
+    for precision, stage, pushed in itertools.product(("fp32", "bf16"), (0, 1, 2, 3), (5.0, -3.0)):
+        engine, step = build(stage, precision=precision)
+        towers = engine.module
+        start = master_value(engine, towers.logit_scale).item()
+        set_value(engine, towers.logit_scale, torch.tensor([pushed]))
+        towers.set_master("logit_scale", torch.tensor([pushed]))
+        first = step(images[rows], texts[rows]).logit_scale.item()
+        master = master_value(engine, towers.logit_scale).item()
+        second = step(images[rows], texts[rows]).logit_scale.item()
+        after = engine(None, texts[rows]).logit_scale.item()
+        results.append((precision, stage, pushed, start, first, master, second, after))
+        engine.destroy()
+    return results
+
+
+def test_logit_scale_is_clamped_in_every_copy():
+    limit = math.log(100.0)
+    for precision, stage, pushed, start, first, master, second, after in run_ranks(clamp_everywhere, 2)[0]:
+        case = (precision, stage, pushed)
+        assert start == pytest.approx(math.log(1 / 0.07), rel=1e-6), case  # exact, though bf16 would round it
+        assert first == pytest.approx(math.exp(pushed), rel=1e-5), case
+        clamped = limit if pushed > 0 else 0.0
+        assert master == pytest.approx(clamped, abs=1e-6), case  # one step moves it by 5e-4 at most
+        assert second == pytest.approx(math.exp(clamped), rel=1e-5), case
+        assert math.exp(clamped) / 1.01 <= after <= math.exp(clamped) * 1.01, case
+        assert 1.0 <= after <= 100.0 * (1 + 1e-6), case
+
+
+def first_updates():
+    """How far each engine's first AdamW update moves logit_scale, in units of the learning rate."""
+    from disco_ds.engine.temperature import master_value
+
+    images, texts = tiny_batch(BATCH, 1)
+    rows = own_rows()
+    results = []
+    for precision, stage in itertools.product(("fp32", "bf16", "amp"), (0, 1, 2, 3)):
+        engine, step = build(stage, precision=precision, optimizer={"clip_norm": 0})
+        parameter = engine.module.clip.ln_final.bias
+        before = master_value(engine, parameter).clone()
+        step(images[rows], texts[rows])
+        moved = (master_value(engine, parameter) - before).abs() / 5e-4
+        results.append((precision, stage, moved.median().item()))
+        engine.destroy()
+    return results
+
+
+def test_the_first_update_is_a_whole_one():
+    """Adam's first update is the learning rate, whatever the gradient; DeepSpeed's own start gives 0.74 at stage 0."""
+    for precision, stage, moved in run_ranks(first_updates, 2)[0]:
+        assert moved == pytest.approx(1.0, abs=0.02), (precision, stage)

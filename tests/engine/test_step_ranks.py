@@ -1,0 +1,239 @@
+"""What a large-batch run needs of a step: true gradient scale, skipping together, statistics, a plain loop followed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import weakref
+
+import open_clip
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.engines import BATCH, build, own_rows, reference_gradients
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import TINY_RESNET, TINY_TIMM, TINY_VOCAB, tiny_batch
+
+SMALL_VOCAB = {"text_cfg": TINY_VOCAB["text_cfg"]}
+
+
+def trained(seed, names, stages):
+    """Losses, gradient norms and logit_scale of three steps for each optimizer and stage."""
+    from disco_ds.engine.deepspeed_engine import gradient_norm
+    from disco_ds.engine.step import global_mean
+
+    results = {}
+    for name, stage in itertools.product(names, stages):
+        engine, step = build(stage, optimizer={"name": name, "lr": 1e-3, "clip_norm": 0.5})
+        history = []
+        for index in range(3):
+            images, texts = tiny_batch(BATCH, seed + index)
+            outcome = step(images[own_rows()], texts[own_rows()])
+            history += [global_mean(outcome.loss), gradient_norm(engine), outcome.logit_scale.item()]
+        results[name, stage] = history
+        engine.destroy()
+    return results
+
+
+def test_optimizers_see_the_true_gradient_at_every_number_of_ranks():
+    """LAMB's trust ratio and clipping depend on the gradient's scale: a wrong 1/N would show at once."""
+    seed = random.randrange(2**30)
+    names = ("adamw", "lion", "lamb", "adafactor", "muon")
+    one, two, four = (run_ranks(trained, n, seed, names, (0,), timeout_s=200)[0] for n in (1, 2, 4))
+    for key, expected in one.items():
+        assert two[key] == pytest.approx(expected, rel=1e-3, abs=1e-5), (seed, key)
+        assert four[key] == pytest.approx(expected, rel=1e-3, abs=1e-5), (seed, key)
+    norms = {key: history[1] for key, history in one.items()}
+    gradients = reference_gradients("none", *tiny_batch(BATCH, seed))[1].values()
+    true_norm = torch.sqrt(sum(g.square().sum() for g in gradients)).item()
+    assert all(norm == pytest.approx(true_norm, rel=1e-4) for norm in norms.values()), (seed, true_norm, norms)
+    losses = [history[6] for history in one.values()]
+    assert len(set(losses)) == len(losses), "two optimizers gave the same third loss"
+
+
+def test_elementwise_optimizers_are_the_same_at_every_stage():
+    seed = random.randrange(2**30)
+    results = run_ranks(trained, 2, seed, ("adamw", "lion"), (0, 1, 2, 3), timeout_s=200)[0]
+    for (name, stage), history in results.items():
+        assert history == pytest.approx(results[name, 0], rel=1e-3, abs=1e-5), (seed, name, stage)
+
+
+def poisoned():
+    """A NaN pixel on rank 1 in the second of four steps, everywhere it could hide."""
+    from disco_ds.engine.temperature import master_value
+
+    results = {}
+    cases = [(stage, precision, 1, TINY_VOCAB) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16", "amp")]
+    cases += [(2, "fp32", 2, TINY_VOCAB), (3, "fp32", 2, TINY_VOCAB), (0, "fp32", 1, {**TINY_RESNET, **SMALL_VOCAB})]
+    for stage, precision, accumulation, config in cases:
+        engine, step = build(stage, precision=precision, accumulation=accumulation, config=config)
+        buffers = dict(engine.module.named_buffers())
+        outcomes = []
+        for index in range(4):
+            images, texts = tiny_batch(BATCH, index)
+            if index == 1 and dist.get_rank() == 1:
+                images[own_rows()][2, 0, 3, 3] = float("nan")
+            before = [master_value(engine, p).clone() for p in engine.module.parameters()]
+            kept = [buffer.clone() for buffer in buffers.values()]
+            outcome = step(images[own_rows()], texts[own_rows()])
+            after = [master_value(engine, p) for p in engine.module.parameters()]
+            unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            unchanged = unchanged and all(torch.equal(a, b) for a, b in zip(kept, buffers.values(), strict=True))
+            finite = all(bool(torch.isfinite(value).all()) for value in after)
+            outcomes.append((outcome.skipped, unchanged, finite, outcome.bad_rows.nonzero().flatten().tolist()))
+        results[stage, precision, accumulation, str(config["vision_cfg"]["layers"])] = outcomes
+        engine.destroy()
+    return results
+
+
+def test_a_non_finite_step_is_skipped_on_all_ranks_and_leaves_nothing():
+    for rank, results in enumerate(run_ranks(poisoned, 2, timeout_s=300)):
+        for case, outcomes in results.items():
+            assert [o[0] for o in outcomes] == [False, True, False, False], case
+            assert [o[1] for o in outcomes] == [False, True, False, False], case  # weights and statistics
+            assert all(o[2] for o in outcomes), case
+            bad = [o[3] for o in outcomes]
+            if case[3] == "2":  # batch norm spreads a NaN over the batch: there all rows of the rank are bad
+                assert bad == [[], [2] if rank == 1 else [], [], []], case
+
+
+def counted(folder):
+    """The bookkeeping around skipped steps."""
+    from disco_ds.config.schema import LoggingConfig
+    from disco_ds.errors import DivergedError
+    from disco_ds.run.skipped_steps import Skips
+    from disco_ds.telemetry.sinks import Telemetry
+
+    skips = Skips(Telemetry(folder, LoggingConfig(), rank=dist.get_rank()), None, 2)
+    bad = torch.tensor([False, dist.get_rank() == 1])
+    keys = [f"s.tar#{dist.get_rank()}a", f"s.tar#{dist.get_rank()}b"]
+    messages = [skips.note(step, step != 2, bad, keys) for step in (1, 2, 3, 4)]
+    with pytest.raises(DivergedError) as caught:
+        skips.note(5, True, torch.zeros(2, dtype=torch.bool), keys)
+    return messages, str(caught.value), skips.total
+
+
+def test_skipped_steps_are_named_counted_and_limited(tmp_path):
+    import json
+
+    results = run_ranks(counted, 2, str(tmp_path))
+    for messages, reason, total in results:
+        assert messages[1] is None
+        assert (
+            "step 1 was left out on all ranks: features of 1 samples are not finite: s.tar#1b (rank 1)" in messages[0]
+        )
+        assert "3 steps in a row" in reason
+        assert "all features are finite, the gradient is not" in reason
+        assert total == 4
+    lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert lines[0] == {"step": 1, "samples": {"1": ["s.tar#1b"]}}
+    assert [line["step"] for line in lines] == [1, 3, 4, 5]
+
+
+def plain_loop(config, steps, seed):
+    """open_clip's model, open_clip's loss, torch's AdamW: a loop as its users write it."""
+    torch.manual_seed(0)
+    model = open_clip.model.CLIP(**config).train()
+    exempt = [p for p in model.parameters() if p.ndim < 2]
+    rest = [p for p in model.parameters() if p.ndim >= 2]
+    groups = [{"params": exempt, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.2}]
+    optimizer = torch.optim.AdamW(groups, lr=5e-4, betas=(0.9, 0.98), eps=1e-6)
+    loss_function, losses = open_clip.loss.ClipLoss(), []
+    for index in range(steps):
+        loss = loss_function(*model(*tiny_batch(BATCH, seed + index)))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, 4.6052)
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in model.named_buffers() if "running" in name}
+
+
+def followed(cases, steps, seed):
+    """Ten steps of each engine beside the plain loop."""
+    from disco_ds.engine.step import global_mean
+
+    results = []
+    for name, config, stage, accumulation in cases:
+        expected, _ = plain_loop(config, steps, seed)
+        engine, step = build(stage, accumulation=accumulation, config=config)
+        losses = []
+        for index in range(steps):
+            images, texts = tiny_batch(BATCH, seed + index)
+            losses.append(global_mean(step(images[own_rows()], texts[own_rows()]).loss))
+        results.append((name, stage, accumulation, max(abs(a - b) for a, b in zip(losses, expected, strict=True))))
+        engine.destroy()
+    return results
+
+
+def test_ten_steps_follow_a_plain_loop():
+    seed = random.randrange(2**30)
+    timm_tower = {**TINY_TIMM, **SMALL_VOCAB}
+    cases = [("vit", TINY_VOCAB, stage, k) for stage, k in ((0, 1), (1, 4), (2, 1), (2, 2), (3, 1), (3, 4))]
+    cases += [("timm", timm_tower, 2, 1), ("timm", timm_tower, 3, 2)]
+    results = run_ranks(followed, 2, cases, 10, seed, timeout_s=300)[0]
+    wrong = [result for result in results if not result[3] <= 1e-4]
+    assert not wrong, (seed, wrong)
+
+
+def images_after_forward():
+    """Whether the device's copy of the images (a clone here) is still there when the loss begins."""
+    found = {}
+    for stage, precision in itertools.product((0, 2, 3), ("bf16", "amp", "fp32")):
+        engine, step = build(stage, precision=precision)
+        copies = []
+
+        def on_device(tensor, copies=copies):
+            copy = tensor.clone()
+            copies.append(weakref.ref(copy.untyped_storage()))
+            return copy
+
+        def loss(*args, case=(stage, precision), copies=copies, loss=step.loss):
+            found[case] = copies[0]() is not None
+            return loss(*args)
+
+        step._on_device, step.loss = on_device, loss
+        images, texts = tiny_batch(BATCH, 0)
+        step(images[own_rows()], texts[own_rows()])
+        engine.destroy()
+    return found
+
+
+def test_images_leave_the_device_after_forward():
+    """In fp32 the first convolution keeps them for its gradient; else nobody does, and the planner counts on it."""
+    for found in run_ranks(images_after_forward, 2, timeout_s=200):
+        assert found == {(stage, precision): precision == "fp32" for stage, precision in found}
+        assert len(found) == 9
+
+
+def resnet(seed):
+    """A tower with batch norm on one rank: whole against the plain loop; cached: statistics move once a sample."""
+    config = {**TINY_RESNET, **SMALL_VOCAB}
+    result = {"whole": followed([("resnet", config, 2, 1)], 5, seed)[0][3]}
+    images, texts = tiny_batch(BATCH, seed)
+    for accumulation in (1, 4):
+        engine, step = build(0, accumulation=accumulation, config=config, policy="full")
+        norm = engine.module.clip.visual.bn1
+        step.backward(images, texts)
+        result[accumulation] = (norm.running_mean.clone(), int(norm.num_batches_tracked))
+        step.update()
+        engine.destroy()
+    torch.manual_seed(0)
+    model = open_clip.model.CLIP(**config).train()
+    with torch.no_grad():
+        for chunk in images.chunk(4):
+            model.encode_image(chunk)
+    result["expected"] = (model.visual.bn1.running_mean, int(model.visual.bn1.num_batches_tracked))
+    return result
+
+
+def test_batch_norm_statistics_count_each_sample_once():
+    seed = random.randrange(2**30)
+    result = run_ranks(resnet, 1, seed, timeout_s=200)[0]
+    assert result["whole"] <= 1e-4, seed
+    assert result[1][1] == 1
+    torch.testing.assert_close(result[4][0], result["expected"][0])
+    assert result[4][1] == result["expected"][1] == 4

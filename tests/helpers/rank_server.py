@@ -1,0 +1,81 @@
+"""The process that ``tests/helpers/ranks.py`` has its ranks forked from: everything is imported once.
+
+Each line of standard input is a job, ``[folder, world_size]``; the answer is the list of pids. When rank r has ended,
+its exit code is in ``rank{r}.exit`` of the folder. The end of the input is the end of this process and of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import sys
+from pathlib import Path
+
+from tests.helpers.ranks import be_rank, rank_environment
+
+
+def serve() -> None:
+    """Fork ranks until nobody asks any more."""
+    import deepspeed
+    import open_clip
+    import pytest
+    import torch
+
+    import disco_ds.run.train
+
+    assert all((deepspeed, open_clip, pytest, disco_ds.run.train))
+    torch.set_num_threads(1)
+    ranks: dict[int, Path] = {}
+    unread = b""
+    while True:
+        if select.select([0], [], [], 0.01)[0]:
+            received = os.read(0, 65536)
+            if not received:
+                break
+            *jobs, unread = (unread + received).split(b"\n")
+            for job in jobs:
+                folder, world_size = json.loads(job)
+                pids = [fork(Path(folder), rank, world_size) for rank in range(world_size)]
+                ranks.update({pid: Path(folder) / f"rank{rank}.exit" for rank, pid in enumerate(pids)})
+                os.write(1, (json.dumps(pids) + "\n").encode())
+        reap(ranks)
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+
+
+def fork(work: Path, rank: int, world_size: int) -> int:
+    """Start one rank, with its output in ``rank{r}.log``."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ.update(rank_environment(rank, world_size))
+    log = os.open(work / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    random.seed()
+    be_rank(work, rank, world_size)
+    os._exit(1)
+
+
+def reap(ranks: dict[int, Path]) -> None:
+    """Write down the exit codes of ranks that have ended."""
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        path = ranks.pop(pid)
+        part = path.with_suffix(".part")
+        with contextlib.suppress(OSError):  # nobody waits for it any more
+            part.write_text(str(os.waitstatus_to_exitcode(status)))
+            part.rename(path)
+
+
+if __name__ == "__main__":
+    serve()

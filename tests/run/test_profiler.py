@@ -1,0 +1,185 @@
+"""--profile, and what a run leaves for its report: real ranks on a tiny model, and the GPU's part against stand-ins."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from disco_ds.config.read import parse
+from disco_ds.engine.phases import PhaseTimer
+from disco_ds.report.run_folder import read_runs
+from disco_ds.run.profiler import WARM_UP_STEPS, Profiler
+from disco_ds.telemetry.jsonlines import read_lines
+from tests.helpers.forked import write_run
+from tests.helpers.ranks import ROOT
+
+
+def launch(ranks, config, *arguments):
+    """Ranks of launch/train.py; what they print."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), f"--nproc_per_node={ranks}", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, str(ROOT / "launch" / "train.py"), "--config", str(config), *arguments],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def names_in(trace):
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return [event.get("name", "") for event in events]
+
+
+def test_a_run_is_profiled_and_leaves_what_its_report_shows(tmp_path):
+    shards = str(tmp_path / "train")
+    config = write_run(tmp_path, steps=8, data={"train": shards, "val": shards, "workers": 0})
+    output = launch(2, config, "--profile", "2", "--checkpoint.every_steps", "8")
+    folder = tmp_path / "run" / "profile" / f"step-{WARM_UP_STEPS + 2:08d}"
+    assert output.count("profile: ") == output.count("ui.perfetto.dev") == 1
+    assert str(folder) in output
+    assert "memory_viz" not in output
+    assert sorted(path.name for path in folder.iterdir()) == ["trace-rank0.json.gz", "trace-rank1.json.gz"]
+    for trace in folder.iterdir():
+        names = names_in(trace)
+        for phase in ("forward", "loss", "backward", "step"):
+            assert names.count(f"phase: {phase}") == 2, phase
+        assert any("gloo" in name for name in names)
+
+    run = tmp_path / "run"
+    assert {"report.html", "report.png", "heldout.json", "starts.jsonl"} <= {path.name for path in run.iterdir()}
+    assert "smoothed" not in (run / "report.html").read_text()  # 8 logged steps are shown as they are
+    assert "Held-out images at step 8" in (run / "report.html").read_text()
+
+    launch(1, config, "--steps", "10", "--optimizer.lr", "2e-3")
+    first, second = read_lines(run / "starts.jsonl")
+    assert (first["step"], second["step"]) == (0, 8)
+    assert first["config"]["optimizer"]["lr"] == 1e-3
+    assert second["config"]["optimizer"]["lr"] == 2e-3
+    assert len(list((run / "profile").iterdir())) == 1  # not asked for again
+    text = (run / "report.html").read_text()
+    assert "ranks: 2 → 1; micro_batch: 12 → 24" in text
+    assert "optimizer.lr: 0.001 → 0.002" in text
+    assert "logging.profile_steps: 2 → 0" in text
+    assert read_runs([run])[0].finished
+
+
+def options(*arguments):
+    return parse(["--data.train", "x", "--steps", "5", *arguments], prog="train.py", demo=Path("none"))[0]
+
+
+def test_the_flag():
+    assert options().logging.profile_steps == 0
+    assert options("--profile").logging.profile_steps == 3
+    assert options("--profile", "--seed", "1").logging.profile_steps == 3
+    assert options("--profile", "7").logging.profile_steps == 7
+    assert options("--logging.profile_steps", "2").logging.profile_steps == 2
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def fake_run(folder, steps, device="cpu"):
+    said = []
+    return SimpleNamespace(
+        folder=folder,
+        device=torch.device(device),
+        schedule=SimpleNamespace(steps=steps),
+        state=SimpleNamespace(step=0),
+        train_step=SimpleNamespace(timer=PhaseTimer(torch.device("cpu"))),
+        telemetry=SimpleNamespace(say=said.append),
+        watchdog=SimpleNamespace(note=lambda text: None),
+        said=said,
+    )
+
+
+def train(run, count, stop_after=None):
+    """The loop's calls; the phases' seconds of the whole run."""
+    profiler, steps = Profiler(run, count), stop_after or run.schedule.steps
+    while run.state.step < steps:
+        profiler.step()
+        with run.train_step.timer("forward"):
+            torch.ones(2).sum()
+        run.state.step += 1
+    profiler.close()
+    return run.train_step.timer.read()
+
+
+@pytest.mark.parametrize(("steps", "count", "folder", "kept"), [
+    (20, 3, 5, 3), (6, 3, 4, 3), (5, 10, 2, 4), (4, 3, 2, 3), (2, 5, 2, 1), (1, 3, None, 0), (9, 0, None, 0),
+])  # fmt: skip
+def test_the_steps_that_are_kept(tmp_path, alone, steps, count, folder, kept):
+    run = fake_run(tmp_path, steps)
+    timer = run.train_step.timer
+    assert train(run, count)["forward"] > 0
+    assert run.train_step.timer is timer
+    made = sorted(path.name for path in (tmp_path / "profile").glob("*"))
+    assert made == ([f"step-{folder:08d}"] if folder else [])
+    if folder:
+        assert names_in(tmp_path / "profile" / made[0] / "trace-rank0.json.gz").count("phase: forward") == kept
+    else:
+        assert ("no profile" in " ".join(run.said)) == bool(count)
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, alone, caplog):
+    train(fake_run(tmp_path / "a", 100), 50, stop_after=10)
+    (trace,) = (tmp_path / "a").rglob("*.gz")
+    assert names_in(trace).count("phase: forward") == 10 - WARM_UP_STEPS - 1
+    train(fake_run(tmp_path / "b", 100), 50, stop_after=WARM_UP_STEPS + 1)
+    assert not (tmp_path / "b" / "profile").exists()
+    assert "no profile: the run was stopped before" in caplog.text
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, alone, caplog):
+    (tmp_path / "profile").write_text("a file is in the way")
+    run = fake_run(tmp_path, 20)
+    assert train(run, 2)["forward"] > 0
+    assert run.state.step == 20
+    assert "no profile: " in caplog.text
+
+
+def test_on_a_gpu_memory_is_recorded_from_start_to_end(tmp_path, alone, monkeypatch):
+    calls = []
+
+    def record(enabled="all", max_entries=None):
+        calls.append(enabled)
+
+    def dump(path):
+        Path(path).write_bytes(pickle.dumps({"segments": []}))
+        calls.append("dump")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    run = fake_run(tmp_path, 20, device="cuda")
+    train(run, 2)
+    assert calls == ["all", "dump", None]
+    (folder,) = (tmp_path / "profile").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["memory-rank0.pickle", "trace-rank0.json.gz"]
+    assert "memory_viz" in run.said[0]
+
+
+def test_off_it_costs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", lambda *_, **__: 1 / 0)
+    run = fake_run(tmp_path, 50)
+    timer = run.train_step.timer
+    profiler = Profiler(run, 0)
+    assert profiler.step() == 0
+    assert run.train_step.timer is timer
+    assert run.said == []

@@ -1,0 +1,320 @@
+"""What a run writes and prints: console, JSONL over kills and resumes, TensorBoard, W&B, and quiet libraries."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import types
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from disco_ds.config.schema import LoggingConfig
+from disco_ds.errors import ConfigError
+from disco_ds.telemetry.jsonlines import JsonLines, read_lines, set_aside_after
+from disco_ds.telemetry.sinks import Telemetry, check_logging, duration
+from tests.helpers.ranks import ROOT, rank_environment
+
+METRICS = {
+    "samples_seen": 5120, "loss": 3.21, "lr": 5e-4, "logit_scale": 2.7, "grad_norm": 0.5, "samples_per_s": 1234.5,
+    "step_s": 0.21, "data_wait_s": 0.004, "peak_memory_bytes": 3 * 2**30,
+}  # fmt: skip
+
+
+def telemetry(folder, **options):
+    stream = io.StringIO()
+    return Telemetry(folder, options.pop("config", LoggingConfig()), stream=stream, **options), stream
+
+
+def steps_of(path):
+    return [line["step"] for line in read_lines(path)]
+
+
+class TestConsole:
+    def test_a_line_says_what_a_person_wants_to_know(self, tmp_path):
+        now = [100.0]
+        log, stream = telemetry(tmp_path, total_steps=600, clock=lambda: now[0])
+        now[0] += 20
+        log.log(10, METRICS)
+        assert stream.getvalue() == (
+            "step  10/600 | loss 3.2100 | lr 5.00e-04 | logit_scale 2.700 | grad_norm 0.500 | 1,234 samples/s | "
+            "0.210 s/step (data 0.004) | peak 3.00 GiB | ETA 19m40s\n"
+        )
+
+    def test_what_is_not_known_is_left_out(self, tmp_path):
+        log, stream = telemetry(tmp_path)
+        log.log(3, {"loss": float("nan"), "step_s": 1.5, "grad_norm": None})
+        assert stream.getvalue() == "step 3 | loss nan | 1.500 s/step\n"
+
+    def test_time_left_follows_the_recent_pace_and_counts_from_the_resumed_step(self, tmp_path):
+        now = [0.0]
+        log, stream = telemetry(tmp_path, total_steps=1000, start_step=500, clock=lambda: now[0])
+        for step in range(510, 760, 10):
+            now[0] += 100 if step < 560 else 5  # the slow start is 20 intervals ago at the end
+            log.log(step, {})
+        lines = stream.getvalue().splitlines()
+        assert lines[0].endswith("ETA 1h22m")  # 490 steps at 10 s
+        assert lines[-1].endswith("ETA 2m05s")  # 250 steps at half a second
+        log.log(1000, {})
+        assert stream.getvalue().endswith("ETA 0s\n")
+
+    def test_no_control_characters(self, tmp_path):
+        log, stream = telemetry(tmp_path, total_steps=20)
+        log.log(10, METRICS)
+        log.say("saved checkpoint step10")
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", stream.getvalue())
+
+    @pytest.mark.parametrize(
+        ("seconds", "text"),
+        [
+            (0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (3599.7, "1h00m"), (7620, "2h07m"), (86399, "1d00h"),
+            (273600, "3d04h"),
+        ],
+    )  # fmt: skip
+    def test_durations(self, seconds, text):
+        assert duration(seconds) == text
+
+
+class TestJsonLines:
+    def test_one_valid_flushed_object_a_line(self, tmp_path):
+        log, _ = telemetry(tmp_path)
+        log.log(10, {**METRICS, "loss": torch.tensor(2.5), "lr": np.float32(0.25), "samples_seen": torch.tensor(7)})
+        (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # not closed: it must be there already
+        assert json.loads(line) == {**METRICS, "step": 10, "loss": 2.5, "lr": 0.25, "samples_seen": 7}
+
+    def test_nan_and_infinity_are_valid_json_and_told_apart(self, tmp_path):
+        log, _ = telemetry(tmp_path)
+        log.log(1, {"loss": float("nan"), "grad_norm": float("inf"), "low": float("-inf"), "lr": 1.0})
+
+        def refuse(word):
+            raise AssertionError(f"{word} is no JSON")
+
+        found = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+        assert found == {
+            "step": 1, "loss": None, "grad_norm": None, "low": None, "lr": 1.0,
+            "non_finite": {"loss": "nan", "grad_norm": "inf", "low": "-inf"},
+        }  # fmt: skip
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+    def test_a_full_disk_is_said_and_survived(self, tmp_path):
+        log, stream = telemetry(tmp_path)
+        real = log._metrics._file
+        with open("/dev/full", "w", buffering=1) as full:
+            log._metrics._file = full
+            log.log(1, {"loss": 1.0})
+            assert "WARNING: metrics.jsonl could not be written: [Errno 28]" in stream.getvalue()
+            log._metrics._file = real
+            log.log(2, {"loss": 2.0})
+            assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 2
+            with suppress(OSError):
+                full.close()
+
+    def test_resume_sets_later_lines_aside(self, tmp_path):
+        with telemetry(tmp_path)[0] as log:
+            for step in range(10, 60, 10):
+                log.log(step, {"loss": float(step)})
+                log.log_eval(step, {"val/pairs": step})
+        with telemetry(tmp_path, start_step=30)[0] as log:
+            log.log(40, {"loss": -1.0})
+        assert [(line["step"], line["loss"]) for line in read_lines(tmp_path / "metrics.jsonl")] == [
+            (10, 10.0), (20, 20.0), (30, 30.0), (40, -1.0),
+        ]  # fmt: skip
+        assert steps_of(tmp_path / "metrics.dropped.jsonl") == [40, 50]
+        assert steps_of(tmp_path / "eval.jsonl") == [10, 20, 30]
+        assert steps_of(tmp_path / "eval.dropped.jsonl") == [40, 50]
+        with telemetry(tmp_path, start_step=0)[0]:
+            assert steps_of(tmp_path / "metrics.jsonl") == []
+        assert steps_of(tmp_path / "metrics.dropped.jsonl") == [40, 50, 10, 20, 30, 40]
+
+    @pytest.mark.parametrize(
+        "torn", [b'{"step": 3, "lo', b'{"step": 3}', b"\xff\xfe\n", b'{"step": "x"}\n', b"[3]\n", b'{"step": 2}\n']
+    )
+    def test_a_torn_line_never_joins_the_next(self, tmp_path, torn):
+        path = tmp_path / "metrics.jsonl"
+        whole = b'{"step": 1}\n{"step": 2}\n'
+        path.write_bytes(whole + torn)
+        lines = JsonLines(path, 9)
+        lines.write({"step": 4})
+        lines.close()
+        complete = torn == b'{"step": 3}'  # only its line end is missing
+        assert steps_of(path) == ([1, 2, 3, 4] if complete else [1, 2, 4])
+        assert len(path.read_bytes().splitlines()) == (4 if complete else 3)
+        dropped = tmp_path / "metrics.dropped.jsonl"
+        assert (dropped.read_bytes().strip() if dropped.exists() else b"") == (b"" if complete else torn.strip())
+
+    def test_a_kill_while_setting_aside_loses_nothing(self, tmp_path, monkeypatch):
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
+
+        def killed(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", killed)
+            with pytest.raises(KeyboardInterrupt):
+                set_aside_after(path, 1)
+        assert steps_of(path) == [1, 2]
+        assert set_aside_after(path, 1) == 1
+        assert steps_of(path) == [1]
+        assert set(steps_of(tmp_path / "metrics.dropped.jsonl")) == {2}
+
+    def test_steps_that_do_not_increase_are_refused(self, tmp_path):
+        log, _ = telemetry(tmp_path)
+        log.log(10, {})
+        with pytest.raises(ValueError, match="step 10 comes after step 10"):
+            log.log(10, {})
+
+    def test_evaluating_a_step_again_takes_the_place_of_the_first(self, tmp_path):
+        log, stream = telemetry(tmp_path)
+        log.log_eval(10, {"val/pairs": 1})
+        log.log_eval(20, {"val/pairs": 2}, "first words")
+        log.log_eval(20, {"val/pairs": 3}, "last words")
+        assert [line["val/pairs"] for line in read_lines(tmp_path / "eval.jsonl")] == [1, 3]
+        assert stream.getvalue() == "first words\nlast words\n"
+
+    def test_other_ranks_touch_nothing(self, tmp_path):
+        log, stream = telemetry(tmp_path / "run", rank=1)
+        log.log(1, METRICS)
+        log.log_eval(1, METRICS, "words")
+        log.say("words")
+        log.close()
+        assert not (tmp_path / "run").exists()
+        assert stream.getvalue() == ""
+
+
+class TestSinks:
+    def test_tensorboard_gets_the_same_names_and_hides_steps_done_again(self, tmp_path):
+        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        for start, steps in ((0, range(10, 60, 10)), (30, range(40, 60, 10))):
+            with telemetry(tmp_path, start_step=start, config=LoggingConfig(tensorboard=True))[0] as log:
+                for step in steps:
+                    log.log(step, {**METRICS, "loss": float(step + start), "note": "text"})
+                log.log_eval(steps[-1], {"val/image_to_text_R@10": 0.5})
+        events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        assert set(events.Tags()["scalars"]) == {*METRICS, "val/image_to_text_R@10"}
+        assert [(e.step, e.value) for e in events.Scalars("loss")] == [(10, 10), (20, 20), (30, 30), (40, 70), (50, 80)]
+
+    def test_wandb_takes_a_run_up_again(self, tmp_path, monkeypatch):
+        calls = []
+
+        class Run:
+            def define_metric(self, *args, **options):
+                calls.append(("define", args, options))
+
+            def log(self, values):
+                calls.append(("log", values))
+
+            def finish(self):
+                calls.append(("finish",))
+
+        def init(**options):
+            calls.append(("init", options))
+            return Run()
+
+        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+        for start in (0, 10):
+            with telemetry(
+                tmp_path, start_step=start, config=LoggingConfig(wandb="clip"), name="n", run_config={"seed": 1}
+            )[0] as log:
+                log.log(start + 10, {"loss": 1.5, "note": "text"})
+        inits = [call[1] for call in calls if call[0] == "init"]
+        assert [options["project"] for options in inits] == ["clip", "clip"]
+        assert inits[0]["id"] == inits[1]["id"]
+        assert inits[0]["resume"] == "allow"
+        assert inits[0]["config"] == {"seed": 1}
+        assert [call[1] for call in calls if call[0] == "log"] == [{"step": 10, "loss": 1.5}, {"step": 20, "loss": 1.5}]
+        assert calls[-1] == ("finish",)
+
+    @pytest.mark.parametrize(
+        ("config", "module", "extra"),
+        [
+            (LoggingConfig(tensorboard=True), "torch.utils.tensorboard", "tensorboard"),
+            (LoggingConfig(wandb="clip"), "wandb", "wandb"),
+        ],
+    )
+    def test_a_missing_extra_is_named_on_every_rank(self, tmp_path, monkeypatch, config, module, extra):
+        monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
+        for rank in (0, 1):
+            with pytest.raises(ConfigError, match=rf"pip install 'disco-ds\[{extra}\]'"):
+                telemetry(tmp_path / "run", rank=rank, config=config)
+        assert not (tmp_path / "run").exists()
+        check_logging(LoggingConfig())
+
+
+QUIET_PROGRAM = """
+import logging, sys, warnings
+from disco_ds import quiet
+quiet._GPU_DEVICE_FILES = {devices!r}
+quiet.quiet_libraries()
+quiet.quiet_libraries()
+import deepspeed, torch
+import deepspeed.ops
+from deepspeed.utils import logger
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+model = torch.nn.Linear(4, 4)
+engine, *_ = deepspeed.initialize(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()),
+    config={{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {{"stage": 3}}}},
+)
+for _ in range(2):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+speaker = sys.modules["deepspeed.comm.torch"]
+speaker.print("DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully")
+logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime is found, using CUDA_HOME='/usr/local'")
+logging.warning("No pretrained weights loaded for model 'demo'. Model initialized randomly.")
+torch.distributed.destroy_process_group()
+print("--- told ---", flush=True)
+speaker.print("DeepSpeed could not build it")
+logger.warning("lower your learning rate")
+logging.getLogger("torch.utils.cpp_extension").warning("no compiler")
+logging.warning("No pretrained weights found")
+warnings.warn("`torch.load` is deprecated", FutureWarning)
+warnings.warn("`torch.distributed.x` is deprecated. Please use `torch.distributed.y` instead.", UserWarning)
+"""
+
+
+def quiet_program(tmp_path, devices):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = rank_environment(0, 1, free.getsockname()[1])
+    del env["DS_ACCELERATOR"]  # so that DeepSpeed has something to say about it
+    program = tmp_path / "program.py"
+    program.write_text(QUIET_PROGRAM.format(devices=devices))
+    done = subprocess.run(
+        [sys.executable, str(program)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def test_a_healthy_cpu_run_prints_nothing_and_other_warnings_pass(tmp_path):
+    out, err = quiet_program(tmp_path, ())
+    before, after = out.split("--- told ---\n")
+    assert before == ""
+    assert "DeepSpeed could not build it" in after
+    assert "lower your learning rate" in after
+    for told in (
+        "no compiler",
+        "No pretrained weights found",
+        "`torch.load` is deprecated",
+        "`torch.distributed.x` is deprecated",
+    ):
+        assert told in err
+    # the first words on stderr are the ones that the program put there itself
+    assert "no compiler" in err.splitlines()[0]
+
+
+def test_with_a_gpu_in_the_machine_a_fall_back_to_the_cpu_is_told(tmp_path):
+    out, err = quiet_program(tmp_path, ("/dev/null",))
+    assert "Setting accelerator to CPU" in out.split("--- told ---\n")[0]
+    assert "No CUDA runtime is found" in err
