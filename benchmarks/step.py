@@ -140,8 +140,8 @@ def contenders(batch, accumulation):
 
 def measure(arguments):
     """All contenders on this rank; rank 0 prints and writes."""
+    from disco_ds.distributed import mean_over_ranks
     from disco_ds.engine.deepspeed_engine import prepare_environment, start_distributed
-    from disco_ds.engine.step import global_mean
     from disco_ds.run.quiet import quiet_libraries
     from tests.helpers.live_bytes import LiveBytes
 
@@ -155,7 +155,7 @@ def measure(arguments):
         batch = make_batch(per_rank, dist.get_rank(), 0)
         with LiveBytes(*batch) as live:  # weights, optimizer states and buckets are part of the peak
             steps[name] = build()
-            losses[name] = global_mean(steps[name](*batch))
+            losses[name] = mean_over_ranks(steps[name](*batch))
             steps[name](*batch)  # the second step has all states
         peaks[name] = live.peak
     times, cpu = {name: [] for name in steps}, {name: [] for name in steps}

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from disco_ds.config.schema import read as options
+from disco_ds.distributed import fail
 from disco_ds.errors import CheckpointError, ConfigError, DataError
-from disco_ds.run.failing import fail
 
 ROOT = Path(__file__).resolve().parent.parent
 

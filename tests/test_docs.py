@@ -67,7 +67,9 @@ def check(words: list[str]) -> None:
     if "launch/train.py" in words:
         rest = words[words.index("launch/train.py") + 1 :]
         if "--help" not in rest:
-            config, launch = options.parse(rest, prog="launch/train.py", demo=ROOT / "disco_ds" / "config" / "demo.yaml")
+            config, launch = options.parse(
+                rest, prog="launch/train.py", demo=ROOT / "disco_ds" / "config" / "demo.yaml"
+            )
             assert config.data.train
             assert launch.ds_config is None or Path(launch.ds_config).is_file(), launch.ds_config
     elif program == "torchrun" and "disco_ds.cli.eval" in words:

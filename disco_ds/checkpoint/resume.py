@@ -10,7 +10,7 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from disco_ds.checkpoint import folder as files
 from disco_ds.checkpoint.reshard import fill_engine
 from disco_ds.checkpoint.state import SavedState
 from disco_ds.checkpoint.writer import FileWriter, writing_with
+from disco_ds.distributed import everyones, on_rank_0
 from disco_ds.errors import CheckpointError
 
 log = logging.getLogger("disco_ds")
@@ -76,8 +77,8 @@ def choose_checkpoint(resume: str | Path, folder: Path, progress: files.Progress
     Raises:
         CheckpointError: "never" where there is one, a path that holds none or a damaged one, or none that verifies.
     """
-    found = files.find_checkpoints(folder) if resume in ("auto", "never") else files.find_all(Path(resume))
-    found = _from_rank_0(found)
+    own = resume in ("auto", "never")
+    found = on_rank_0(lambda: files.find_checkpoints(folder) if own else files.find_all(Path(resume)))
     if resume == "never" and found:
         raise CheckpointError(
             f"resume is never, but {folder} holds {found[0].name}: choose another --name, or --resume auto to go on"
@@ -106,9 +107,8 @@ def choose_checkpoint(resume: str | Path, folder: Path, progress: files.Progress
 
 def shared_faults(path: Path, progress: files.Progress = files.no_progress) -> list[str]:
     """What is wrong with a checkpoint; the ranks share the reading. A collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, files.faults(path, dist.get_rank(), dist.get_world_size(), progress))
-    return list(dict.fromkeys(fault for found in everyone for fault in found))
+    found = everyones(files.faults(path, dist.get_rank(), dist.get_world_size(), progress))
+    return list(dict.fromkeys(fault for faults in found for fault in faults))
 
 
 def check_resumable(path: Path, run: Identity) -> dict[str, Any] | None:
@@ -164,8 +164,7 @@ def save_checkpoint(engine: Any, folder: Path, state: RunState, identity: Identi
     with writing_with(engine, writer):
         engine.save_checkpoint(str(unfinished), tag=ENGINE, client_state=groups, save_latest=False)
     writer.save(_random_states(engine.device), unfinished / f"random-rank{rank}.pt")
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (writer.files, writer.error))
+    everyone = everyones((writer.files, writer.error))
     errors = [f"rank {number}: {error}" for number, (_, error) in enumerate(everyone) if error]
     if errors:
         if rank == 0:
@@ -247,23 +246,12 @@ def _own_hyperparameters(engine: Any) -> Iterator[None]:
         group.update(values)
 
 
-def _together(action: Any, what: str) -> None:
+def _together(action: Callable[[], None], what: str) -> None:
     """Do something to the disk on rank 0; where it fails, every rank raises the same CheckpointError."""
-    error = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as raised:
-            error = str(raised)
-    error = _from_rank_0(error)
-    if error is not None:
-        raise CheckpointError(f"{what}: {error}")
-
-
-def _from_rank_0(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    try:
+        on_rank_0(action)
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error}") from None
 
 
 def _some(lines: list[str], shown: int = 3) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from disco_ds.engine.deepspeed_engine import update_or_skip
@@ -219,12 +218,3 @@ class TrainStep:
 def _not_finite(images: Tensor | None, texts: Tensor | None) -> Tensor:
     features = [feature.detach() for feature in (images, texts) if feature is not None]
     return torch.stack([~torch.isfinite(feature).all(dim=1) for feature in features]).any(dim=0)
-
-
-def global_mean(value: Tensor) -> float:
-    """Mean of a 0-dim tensor over ranks, as a number. A collective, and it waits for the device."""
-    total = value.detach().float().clone()
-    if dist.is_initialized():
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-    return float(total)

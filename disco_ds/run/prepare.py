@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from disco_ds.data.cursor import check_stream
 from disco_ds.data.heldout import probe, read_heldout
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import TrainStream
+from disco_ds.distributed import on_rank_0
 from disco_ds.engine.deepspeed_engine import build_engine, collective_timeout, configure_checkpointing
 from disco_ds.engine.ds_checks import read_ds_config, uses_deepspeed_checkpointing
 from disco_ds.engine.ds_config import EngineConfig, resolve
@@ -27,7 +28,7 @@ from disco_ds.engine.optimizer import check_optimizer
 from disco_ds.engine.schedule import Schedule, build_schedule
 from disco_ds.engine.step import TrainStep
 from disco_ds.engine.temperature import clamp_temperatures
-from disco_ds.errors import CheckpointError, ConfigError, DataError
+from disco_ds.errors import CheckpointError, ConfigError
 from disco_ds.evaluation.evaluate import check_evaluation
 from disco_ds.loss.contrastive import build_loss
 from disco_ds.model.build import build_model, build_tokenizer, build_transform
@@ -37,8 +38,6 @@ from disco_ds.planner.text import headline
 from disco_ds.run.describe import describe
 from disco_ds.run.watchdog import Watchdog
 from disco_ds.telemetry.sinks import Telemetry, check_logging
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -87,20 +86,6 @@ class Run:
             world_size=dist.get_world_size(),
             batch=self.config.evaluation.batch,
         )
-
-
-def on_rank_0(action: Callable[[], Result]) -> Result:
-    """Run ``action`` on rank 0 only; every rank gets its result, or raises its error."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except (ConfigError, DataError, CheckpointError, OSError) as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 def prepare(

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from disco_ds.distributed import everyones
 from disco_ds.errors import DivergedError
 from disco_ds.telemetry.sinks import Telemetry
 
@@ -48,9 +49,7 @@ class Skips:
         self.total += 1
         self.in_a_row += 1
         bad = [key for key, is_bad in zip(keys, bad_rows.tolist(), strict=True) if is_bad]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, bad, group=self.control)
-        by_rank = {rank: found for rank, found in enumerate(everyone) if found}
+        by_rank = {rank: found for rank, found in enumerate(everyones(bad, self.control)) if found}
         if dist.get_rank() == 0:
             with self.telemetry.surviving(SKIPPED_FILE), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "samples": by_rank}) + "\n")

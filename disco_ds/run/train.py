@@ -17,9 +17,10 @@ import torch.distributed as dist
 from disco_ds.checkpoint.resume import Retention, save_checkpoint
 from disco_ds.data.cursor import merge_states
 from disco_ds.data.stream import Batch
+from disco_ds.distributed import any_rank, everyones, mean_over_ranks
 from disco_ds.engine.deepspeed_engine import gradient_norm
 from disco_ds.engine.optimizer import set_learning_rate
-from disco_ds.engine.step import StepResult, global_mean
+from disco_ds.engine.step import StepResult
 from disco_ds.errors import CheckpointError
 from disco_ds.evaluation.evaluate import EvalResult, evaluate, format_result
 from disco_ds.model.build import preprocessing
@@ -65,7 +66,7 @@ def train(run: Run) -> None:
         if config.data.val is not None and (last or (every is not None and state.step % every == 0)):
             result = run_evaluation(run)
             window.restart()
-        stopping, save_due = agree(run, signals.stop, window.save_due() or signals.take_save())
+        stopping, save_due = any_rank(signals.stop, window.save_due() or signals.take_save(), group=run.control)
         if last or save_due or stopping:
             save(run, must_succeed=last or stopping)
             window.saved()
@@ -158,9 +159,7 @@ def save(run: Run, *, must_succeed: bool) -> None:
             have room again before the next one is due, and the last good checkpoint is as it was.
     """
     run.watchdog.note(f"step {run.state.step}: saves")
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, run.stream.state(), group=run.control)
-    state = replace(run.state, cursor=merge_states(states))
+    state = replace(run.state, cursor=merge_states(everyones(run.stream.state(), run.control)))
     kept = run.config.checkpoint
     try:
         save_checkpoint(run.engine, run.checkpoints, state, run.identity, Retention(kept.keep, kept.keep_every_steps))
@@ -169,13 +168,6 @@ def save(run: Run, *, must_succeed: bool) -> None:
             raise
         run.failed_saves += 1
         run.telemetry.say(f"WARNING: {error}. Training goes on; the checkpoints before it are as they were")
-
-
-def agree(run: Run, *wishes: bool) -> list[bool]:
-    """What any rank wishes, all ranks do: a signal or a clock may reach one rank a step before another."""
-    flags = torch.tensor(wishes, dtype=torch.int32)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=run.control)
-    return [bool(flag) for flag in flags]
 
 
 class Signals:
@@ -235,11 +227,10 @@ class Window:
     def metrics(self, outcome: StepResult) -> dict[str, Any]:
         """What is logged of the last step and the window that ends with it. A collective; restarts the window."""
         run = self.run
-        loss, norm = global_mean(outcome.loss), gradient_norm(run.engine)
+        loss, norm = mean_over_ranks(outcome.loss), gradient_norm(run.engine)
         steps = max(run.state.step - self.first_step, 1)
         step_s = (time.monotonic() - self.started) / steps
-        faults: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(faults, dict(self.faults), group=run.control)
+        faults = everyones(dict(self.faults), run.control)
         metrics = {
             "samples_seen": run.state.samples_seen,
             "loss": loss,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from disco_ds.config.schema import RunConfig, total_steps
 from disco_ds.config import read as options
+from disco_ds.config.schema import RunConfig, total_steps
 from disco_ds.engine import ds_checks
 from disco_ds.engine.ds_checks import read_ds_config
 from disco_ds.engine.ds_config import fill_buckets, resolve

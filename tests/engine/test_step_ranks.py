@@ -20,8 +20,8 @@ SMALL_VOCAB = {"text_cfg": TINY_VOCAB["text_cfg"]}
 
 def trained(seed, names, stages):
     """Losses, gradient norms and logit_scale of three steps for each optimizer and stage."""
+    from disco_ds.distributed import mean_over_ranks
     from disco_ds.engine.deepspeed_engine import gradient_norm
-    from disco_ds.engine.step import global_mean
 
     results = {}
     for name, stage in itertools.product(names, stages):
@@ -30,7 +30,7 @@ def trained(seed, names, stages):
         for index in range(3):
             images, texts = tiny_batch(BATCH, seed + index)
             outcome = step(images[own_rows()], texts[own_rows()])
-            history += [global_mean(outcome.loss), gradient_norm(engine), outcome.logit_scale.item()]
+            history += [mean_over_ranks(outcome.loss), gradient_norm(engine), outcome.logit_scale.item()]
         results[name, stage] = history
         engine.destroy()
     return results
@@ -154,7 +154,7 @@ def plain_loop(config, steps, seed):
 
 def followed(cases, steps, seed):
     """Ten steps of each engine beside the plain loop."""
-    from disco_ds.engine.step import global_mean
+    from disco_ds.distributed import mean_over_ranks
 
     results = []
     for name, config, stage, accumulation in cases:
@@ -163,7 +163,7 @@ def followed(cases, steps, seed):
         losses = []
         for index in range(steps):
             images, texts = tiny_batch(BATCH, seed + index)
-            losses.append(global_mean(step(images[own_rows()], texts[own_rows()]).loss))
+            losses.append(mean_over_ranks(step(images[own_rows()], texts[own_rows()]).loss))
         results.append((name, stage, accumulation, max(abs(a - b) for a, b in zip(losses, expected, strict=True))))
         engine.destroy()
     return results

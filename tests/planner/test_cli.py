@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from disco_ds.cli.plan import main
-from disco_ds.config.schema import RunConfig
 from disco_ds.config import read as options
+from disco_ds.config.schema import RunConfig
 from disco_ds.engine.ds_checks import read_ds_config
 from disco_ds.engine.ds_config import fill_buckets, resolve
 from disco_ds.planner.coefficients import shipped

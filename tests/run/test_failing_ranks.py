@@ -12,8 +12,8 @@ from tests.helpers.ranks import run_ranks
 
 def test_rank_0_speaks_before_it_waits(monkeypatch, capsys):
     """The launcher ends it as soon as another rank has exited."""
+    from disco_ds import distributed as failing
     from disco_ds.errors import ConfigError
-    from disco_ds.run import failing
 
     class Store:
         def set(self, key, value):
@@ -32,8 +32,8 @@ def test_rank_0_speaks_before_it_waits(monkeypatch, capsys):
 
 
 def cannot_start(case):
+    from disco_ds.distributed import fail
     from disco_ds.errors import ConfigError
-    from disco_ds.run.failing import fail
 
     if case == "one rank" and dist.get_rank() != 2:
         dist.barrier()

@@ -1,0 +1,114 @@
+"""Ranks that act as one: rank 0 does and tells, all agree, all fail together.
+
+Torch is imported when a process group is asked for, so that a command line can be refused before that takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+from disco_ds.errors import CheckpointError, ConfigError, DataError
+
+Result = TypeVar("Result")
+
+_KEY = "disco_ds/cannot-start"
+_PATIENCE = timedelta(seconds=5)
+
+
+def rank() -> int:
+    """This process's rank, known before the process group is."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def everyones(value: Result, group: Any = None) -> list[Result]:
+    """The (picklable) values of all ranks, rank 0's first, on every rank. A collective."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def on_rank_0(action: Callable[[], Result]) -> Result:
+    """Run ``action`` on rank 0 only; every rank gets its result, or raises its error. A collective."""
+    import torch.distributed as dist
+
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except (ConfigError, DataError, CheckpointError, OSError) as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def any_rank(*wishes: bool, group: Any = None) -> list[bool]:
+    """What any rank wishes, all ranks get: a signal or a clock may reach one a step before another. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    flags = torch.tensor(wishes, dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in flags]
+
+
+def mean_over_ranks(value: Any) -> float:
+    """Mean of a 0-dim tensor over ranks. A collective, and it waits for the device."""
+    import torch.distributed as dist
+
+    total = value.detach().float().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return float(total)
+
+
+def fail(error: Exception) -> NoReturn:
+    """Say what is wrong with the user's input, without a traceback, and exit with status 2.
+
+    Most mistakes are seen by all ranks alike; rank 0 tells those. A rank that sees another one, since a file is missing
+    on its machine alone, say, tells it too. Before the ranks know each other, the first of each machine speaks.
+    """
+    import torch.distributed as dist
+
+    message = str(error)
+    if not dist.is_available() or not dist.is_initialized():
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _print(message)
+    elif rank() == 0:
+        _print(message)  # first of all: the launcher ends this rank as soon as another has exited
+        with suppress(Exception):  # not all have failed, or they are slow
+            _store().set(_KEY, message)
+            # the store may live in this process: it stays until the others have asked
+            _store().wait([f"{_KEY}/{other}" for other in range(1, dist.get_world_size())], _PATIENCE)
+    elif not _told_by_rank_0(message):
+        _print(message)
+    raise SystemExit(2)
+
+
+def _told_by_rank_0(message: str) -> bool:
+    try:
+        _store().wait([_KEY], _PATIENCE)
+        told = _store().get(_KEY).decode() == message
+        _store().set(f"{_KEY}/{rank()}", "")
+    except Exception:  # rank 0 is at something else, or gone
+        return False
+    return told
+
+
+def _store() -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
+
+
+def _print(message: str) -> None:
+    print(f"[rank {rank()}] error: {message}" if rank() else f"error: {message}", file=sys.stderr, flush=True)
