@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from disco_ds.config.schema import read as options
+from disco_ds.config import read as options
 from disco_ds.distributed import fail
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 
