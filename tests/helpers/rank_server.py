@@ -7,6 +7,8 @@ its exit code is in ``rank{r}.exit`` of the folder. The end of the input is the 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import random
@@ -17,18 +19,26 @@ from pathlib import Path
 
 from tests.helpers.ranks import be_rank, rank_environment
 
+IMPORTED = (
+    "disco_ds.run.train",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.original_muon",  # compiles a function: torch's inductor, three seconds
+    "open_clip",
+    "pytest",
+)
+"""What ranks would import, once for all of them."""
+
 
 def serve() -> None:
     """Fork ranks until nobody asks any more."""
-    import deepspeed
-    import open_clip
-    import pytest
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compilers, which its import would start
+    for name in IMPORTED:
+        importlib.import_module(name)
     import torch
 
-    import disco_ds.run.train
-
-    assert all((deepspeed, open_clip, pytest, disco_ds.run.train))
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # ZeRO 3 collects garbage for each engine: half a second where all modules are looked through
     ranks: dict[int, Path] = {}
     unread = b""
     while True:
