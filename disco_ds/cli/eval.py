@@ -7,34 +7,32 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
 
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
-from disco_ds.config.read import leaf_fields, parse
+from disco_ds.config.schema import DataConfig, EvaluationConfig
+from disco_ds.distributed import rank
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:  # torch and open_clip take seconds, --help does not
-    from disco_ds.config.schema import RunConfig
     from disco_ds.evaluation.choose_model import Chosen
     from disco_ds.evaluation.folder import ClassFolder
     from disco_ds.evaluation.result import EvalResult
 
-SHORT = {
-    "classes": "evaluation.classes",
-    "templates": "evaluation.templates",
-    "batch": "evaluation.batch",
-    "workers": "data.workers",
-}
-"""Options that are fields of a run under a shorter name."""
+Section = TypeVar("Section", DataConfig, EvaluationConfig)
+
+OWN_FLAGS = ("train", "weights", "val", "workers")
+"""Fields of a run's data section that are no flag here, or one with a help text of its own."""
 
 
 @to_a_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate; exit status 0: done, 2: the input is wrong, the message says where."""
-    first = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="disco-eval: %(message)s")
+    logging.basicConfig(level=logging.ERROR if rank() else logging.WARNING, format="disco-eval: %(message)s")
     try:
         return _evaluate(completing(_parser()).parse_args(argv))
     except (CheckpointError, ConfigError, DataError) as error:
@@ -68,25 +66,24 @@ def _parser() -> Parser:
     add("--classes", metavar="FILE|imagenet", help="one a line (default: the run's; sub-folders)")
     add("--templates", metavar="FILE|openai|simple", help='prompts with {}, one a line ("a photo of a {}.")')
     add("--no-retrieval", action="store_true", help="zero-shot only; images need no captions")
-    add("--confusion", type=Path, metavar="FILE.png", help="picture: which class is ranked first for which")
     add("--batch", metavar="N", help="encoded at a time on each rank (default: the run's; 256)")
     add("--workers", metavar="N", help="loader processes of each rank (default: the run's; 4 at most)")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     add("--json", action="store_true", help="one JSON object, for scripts (docs/evaluation.md)")
-    for name, field in leaf_fields():
-        if name.startswith("data.") and name not in ("data.val", "data.train", "data.weights"):
+    for name, field in DataConfig.model_fields.items():
+        if name not in OWN_FLAGS:
             extra: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-            add(f"--{name}", dest=name, default=None, help=argparse.SUPPRESS, **extra)
+            add(f"--data.{name}", default=None, help=argparse.SUPPRESS, **extra)
     return parser
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from disco_ds.evaluation import confusion
     from disco_ds.evaluation.choose_model import choose
-    from disco_ds.evaluation.evaluate import check_evaluation, format_result
-    from disco_ds.evaluation.folder import find_classes
+    from disco_ds.evaluation.evaluate import check_evaluation
+    from disco_ds.evaluation.folder import ClassFolder
+    from disco_ds.evaluation.result import format_result
     from disco_ds.evaluation.zeroshot import load_classes
     from disco_ds.run.quiet import quiet_libraries
 
@@ -98,129 +95,118 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     )
     if arguments.folder is not None and getattr(arguments, "data.val") is not None:
         raise ConfigError("--folder and --data.val are both given; give one")
-    folder = find_classes(arguments.folder) if arguments.folder is not None else None
-    run = _run(arguments, chosen, folder)
-    check_evaluation(run.evaluation)
-    classes = load_classes(run.evaluation)
+    folder = ClassFolder(arguments.folder) if arguments.folder is not None else None
+    data, evaluation = _sections(arguments, chosen, folder)
+    check_evaluation(evaluation)
+    classes = load_classes(evaluation)
     if folder is not None:
         folder.labels(classes or [])  # raises what it would raise later
-    if arguments.confusion is not None:
-        if classes is None:
-            raise ConfigError("--confusion needs classes: give --classes FILE")
-        confusion.check_drawing()
     retrieval = folder is None and not arguments.no_retrieval
     if not retrieval and classes is None:
         raise ConfigError("--no-retrieval leaves zero-shot accuracy, which needs --classes FILE")
-    result, first = _measure(chosen, run, folder, retrieval, arguments)
-    if not first:
+    result = _measure(chosen, data, evaluation, folder, retrieval, arguments.precision)
+    if rank() > 0:
         return 0
-    if arguments.confusion is not None and classes is not None and result.confusion is not None:
-        confusion.draw_confusion(result.confusion, classes, arguments.confusion, chosen.label)
     if arguments.json:
-        told = {"what": chosen.label, "metrics": result.metrics, "per_class": result.per_class, "notes": result.notes}
-        print(json.dumps({"version": 1, **told, "seconds": result.seconds}, indent=1))
-        return 0
-    print(f"{chosen.label}\n{format_result(result)}")
-    if arguments.confusion is not None:
-        print(f"  picture: {arguments.confusion}")
+        content = {"what": chosen.label, "metrics": result.metrics, "per_class": result.per_class}
+        print(json.dumps({"version": 1, **content, "notes": result.notes, "seconds": result.seconds}, indent=1))
+    else:
+        print(f"{chosen.label}\n{format_result(result)}")
     return 0
 
 
-def _run(arguments: argparse.Namespace, chosen: Chosen, folder: ClassFolder | None) -> RunConfig:
+def _sections(
+    arguments: argparse.Namespace, chosen: Chosen, folder: ClassFolder | None
+) -> tuple[DataConfig, EvaluationConfig]:
     """The data and evaluation sections to go by: the run's own, with the options on top."""
     from disco_ds.data.tools.pool import cores
 
-    given = vars(arguments)
-    words = ["--config", str(chosen.run_file)] if chosen.run_file is not None else ["--steps", "1"]
-    words += [] if chosen.run_file is not None else ["--data.train", "none"]
-    fields = {name: given[short] for short, name in SHORT.items()}
-    fields.update({name: value for name, value in given.items() if name.startswith("data.") and value is not None})
-    if fields.get("data.workers") is None and chosen.run_file is None:
-        fields["data.workers"] = min(4, max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if arguments.no_retrieval and fields.get("data.caption_key") is None:
-        fields["data.caption_key"] = "cls"  # samples without one are dropped, and a label will do
-    for name, value in fields.items():
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    try:
-        run, _ = parse(words, prog="disco-eval", demo=Path())
-    except ConfigError as error:
-        message = str(error).replace("--config ", "")
-        for short, name in SHORT.items():
-            message = message.replace(f"--{name}", f"--{short}")
-        raise ConfigError(message) from None
-    if folder is not None:
-        names = run.evaluation.classes if arguments.classes is not None else folder.names
-        return run.model_copy(update={"evaluation": run.evaluation.model_copy(update={"classes": names})})
-    if run.data.val is None:
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    own_workers = min(4, max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    flags = {name.removeprefix("data."): value for name, value in given.items() if name.startswith("data.")}
+    flags.update({"workers": given["workers"]} if "workers" in given else {})
+    if arguments.no_retrieval:
+        flags.setdefault("caption_key", "cls")  # samples without one are dropped, and a label will do
+    data = _section(DataConfig, {"train": "none", "workers": own_workers}, chosen.run.get("data"), flags)
+    flags = {name: given[name] for name in ("classes", "templates", "batch") if name in given}
+    if folder is not None and arguments.classes is None:
+        flags["classes"] = folder.classes
+    evaluation = _section(EvaluationConfig, {}, chosen.run.get("evaluation"), flags)
+    if folder is None and data.val is None:
         raise ConfigError("say what to measure on: --data.val SHARDS, or --folder DIR")
-    return run
+    return data, evaluation
+
+
+def _section(model: type[Section], defaults: dict[str, Any], run: Any, flags: dict[str, Any]) -> Section:
+    """A section of a run: ``defaults``, over them what the run's config.yaml says, over that the flags."""
+    run = run if isinstance(run, dict) else {}
+    known = {name: value for name, value in run.items() if name in model.model_fields}
+    given = {name: None if value in ("null", "None") else value for name, value in flags.items()}
+    try:
+        return model(**{**defaults, **known, **given})
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            name = str(item["loc"][0]) if item["loc"] else ""
+            prefix = "data." if model is DataConfig and name != "workers" else ""
+            where = f"--{prefix}{name}: " if name in flags else f"the run's config.yaml: {name}: " if name else ""
+            lines.append(f"{where}{item['msg']}; found {item['input']!r}")
+        raise ConfigError("; ".join(dict.fromkeys(lines))) from None
 
 
 def _measure(
-    chosen: Chosen, run: RunConfig, folder: ClassFolder | None, retrieval: bool, arguments: argparse.Namespace
-) -> tuple[EvalResult, bool]:
-    """The result, and whether this is the rank that tells it."""
+    chosen: Chosen,
+    data: DataConfig,
+    evaluation: EvaluationConfig,
+    folder: ClassFolder | None,
+    retrieval: bool,
+    precision: str,
+) -> EvalResult:
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
 
-    from disco_ds.data.heldout import probe
+    from disco_ds.data.heldout import probe, read_heldout
     from disco_ds.evaluation.evaluate import evaluate
+    from disco_ds.evaluation.folder import read_folder
     from disco_ds.evaluation.retrieval import NonFiniteFeatures
+    from disco_ds.evaluation.zeroshot import load_classes
     from disco_ds.model.build import build_transform, preprocessing
 
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    share = {"rank": rank(), "world_size": world_size, "batch": evaluation.batch}
     model, tokenizer = chosen.build()
     transform, prepared = build_transform(model, training=False), preprocessing(model)
     if folder is None:
-        probe(run.data, transform=transform, field="data.val")
+        probe(data, transform=transform, field="data.val")
+        batches = read_heldout(data, transform=transform, tokenizer=tokenizer, **share)
+    else:
+        labels = folder.labels(load_classes(evaluation) or [])
+        batches = read_folder(folder, labels, data, transform=transform, **share)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    model.to(device, torch.bfloat16 if arguments.precision == "bf16" else torch.float32)
-    if world_size > 1:
+    model.to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    own_group = world_size > 1 and not dist.is_initialized()
+    if own_group:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        batches = _batches(run, folder, transform, tokenizer, rank, world_size)
-        result = evaluate(
+        return evaluate(
             model,
-            tqdm(batches, unit=" batches", leave=False, disable=True if rank else None),
+            tqdm(batches, unit=" batches", leave=False, disable=True if rank() else None),
             tokenizer=tokenizer,
-            config=run.evaluation,
-            rank=rank,
-            world_size=world_size,
+            config=evaluation,
             device=device,
             mean=prepared["mean"],
             std=prepared["std"],
             retrieval=retrieval,
-            confusion=arguments.confusion is not None,
         )
     except NonFiniteFeatures as error:
         raise DataError(str(error)) from None
     finally:
-        if world_size > 1:
+        if own_group:
             dist.destroy_process_group()
-    return result, rank == 0
-
-
-def _batches(
-    run: RunConfig, folder: ClassFolder | None, transform: Any, tokenizer: Any, rank: int, world_size: int
-) -> Iterator[Any]:
-    from PIL import ImageColor
-
-    from disco_ds.data.decode import Pictures
-    from disco_ds.data.heldout import read_heldout
-    from disco_ds.evaluation.folder import read_folder
-    from disco_ds.evaluation.zeroshot import load_classes
-
-    share = {"rank": rank, "world_size": world_size, "batch": run.evaluation.batch}
-    if folder is None:
-        return read_heldout(run.data, transform=transform, tokenizer=tokenizer, **share)
-    pictures = Pictures(run.data.max_pixels, background=ImageColor.getrgb(run.data.background)[:3])
-    labels = folder.labels(load_classes(run.evaluation) or folder.names)
-    return read_folder(folder, labels, transform=transform, pictures=pictures, workers=run.data.workers, **share)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from torch import Tensor
 
 from disco_ds.config.schema import EvaluationConfig
+from disco_ds.data.heldout import HeldoutBatch
 from disco_ds.errors import DataError
-from disco_ds.evaluation.encode import Encoded, HeldoutBatch, Thumbnails, encode_all
-from disco_ds.evaluation.ranks import Ranks
-from disco_ds.evaluation.result import EvalResult, RankedCaption, RankedImage, format_result
+from disco_ds.evaluation.collectives import gather_objects, gather_rows, rank_and_size, total
+from disco_ds.evaluation.encode import Encoded, encode_all
+from disco_ds.evaluation.result import EvalResult, RankedCaption, RankedImage
 from disco_ds.evaluation.retrieval import (
     NonFiniteFeatures,
     count_ahead,
@@ -32,10 +33,10 @@ from disco_ds.evaluation.retrieval import (
     to_grid,
     top_texts,
 )
+from disco_ds.evaluation.thumbnails import Thumbnails
 from disco_ds.evaluation.zeroshot import (
     class_indices,
     class_ranks,
-    confusion_counts,
     count_hits,
     load_classes,
     load_templates,
@@ -43,8 +44,6 @@ from disco_ds.evaluation.zeroshot import (
     zero_shot_metrics,
     zero_shot_weights,
 )
-
-__all__ = ["EvalResult", "RankedCaption", "RankedImage", "check_evaluation", "evaluate", "format_result"]
 
 SHOWN_IMAGES = 12
 """Held-out images in the report."""
@@ -68,17 +67,13 @@ def evaluate(
     *,
     tokenizer: Callable[[list[str]], Tensor],
     config: EvaluationConfig,
-    rank: int = 0,
-    world_size: int = 1,
-    group: Any = None,
     device: torch.device | str | None = None,
     seed: int = 0,
     mean: tuple[float, ...] = OPENAI_DATASET_MEAN,
     std: tuple[float, ...] = OPENAI_DATASET_STD,
     retrieval: bool = True,
-    confusion: bool = False,
 ) -> EvalResult:
-    """Measure a model on held-out samples. Collective: every rank calls it, with its own samples or none.
+    """Measure a model on held-out samples. A collective: every rank calls it, with its own samples or none.
 
     The model is put into evaluation mode and back as it was; parameters, gradients and random states stay untouched.
 
@@ -88,50 +83,47 @@ def evaluate(
         batches: this rank's held-out batches; over the ranks every sample once.
         tokenizer: n strings → (n, context) int64; for class prompts and for samples with several captions.
         config: classes, templates, and the batch for texts.
-        rank, world_size, group: this process's place among those that evaluate together.
         device: where the engine takes its inputs; by default the engine's own.
         seed: chooses the images shown in the report.
         mean, std: with which the images were normalised, a number a channel; for showing them.
         retrieval: False leaves captions alone: zero-shot accuracy only, for images that have no caption.
-        confusion: also count which class was ranked first for images of each class.
 
     Raises:
         DataError: no rank has a sample.
         NonFiniteFeatures: the model gave NaN or infinity, on any rank; raised on all.
         ConfigError: classes or templates cannot be used.
+        ValueError: two samples have the same number.
     """
     started = time.perf_counter()
     classes, templates = load_classes(config), load_templates(config)
-    ranks = Ranks(rank, world_size, group, _device_of(engine, device))
-    notes: list[str] = []
-    with _at_rest(engine), _same_random_states(ranks.compute), torch.no_grad():
+    device = _device_of(engine, device)
+    with _evaluation_mode(engine), _same_random_states(device), torch.no_grad():
         thumbnails = Thumbnails(seed, SHOWN_IMAGES, mean, std)
         encoded = encode_all(
-            engine, batches, tokenizer, chunk=config.batch, ranks=ranks, thumbnails=thumbnails, texts=retrieval
+            engine, batches, tokenizer, chunk=config.batch, device=device, thumbnails=thumbnails, texts=retrieval
         )
         if encoded is None:
             raise DataError("evaluation: no rank has a held-out sample; see data.val")
-        _refuse_non_finite(encoded, ranks)
-        encoded = _counted_once(encoded, ranks, notes)
-        metrics, samples = _retrieval(encoded, ranks, thumbnails) if retrieval else (_counted(encoded, ranks), [])
-        metrics["data_faults"] = _note_faults(encoded, ranks, notes)
+        _refuse_non_finite(encoded)
+        notes: list[str] = []
+        metrics, samples = _retrieval(encoded, device, thumbnails) if retrieval else (_count(encoded), [])
+        metrics["data_faults"] = _note_faults(encoded, notes)
         per_class: dict[str, tuple[float, int]] = {}
-        counts = None
         if classes is not None:
-            weights = _class_weights(engine, tokenizer, classes, templates, config.batch, ranks)
-            accuracies, per_class, counts = _zero_shot(encoded, weights, classes, ranks, notes, confusion)
+            weights = _class_weights(engine, tokenizer, classes, templates, config.batch, device)
+            accuracies, per_class = _zero_shot(encoded, weights, classes, notes)
             metrics.update(accuracies)
     named = {f"val/{name}": value for name, value in metrics.items()}
-    return EvalResult(named, per_class, samples, notes, counts, time.perf_counter() - started)
+    return EvalResult(named, per_class, samples, notes, time.perf_counter() - started)
 
 
-def _counted(encoded: Encoded, ranks: Ranks) -> dict[str, float]:
-    return {"images": int(ranks.total(torch.tensor([len(encoded.index)])))}
+def _count(encoded: Encoded) -> dict[str, float]:
+    return {"images": int(total(torch.tensor(len(encoded.index))))}
 
 
-def _refuse_non_finite(encoded: Encoded, ranks: Ranks) -> None:
+def _refuse_non_finite(encoded: Encoded) -> None:
     bad = torch.tensor([count_non_finite(encoded.image_features), count_non_finite(encoded.text_features)])
-    images, texts = ranks.total(bad).tolist()
+    images, texts = total(bad).tolist()
     if images or texts:
         raise NonFiniteFeatures(
             f"evaluation: the features of {images} held-out images and {texts} texts hold NaN or infinity; the model "
@@ -139,22 +131,10 @@ def _refuse_non_finite(encoded: Encoded, ranks: Ranks) -> None:
         )
 
 
-def _counted_once(encoded: Encoded, ranks: Ranks, notes: list[str]) -> Encoded:
-    """Without the samples whose number another row, here or on a lower rank, has already brought."""
-    mine = torch.tensor(encoded.index, dtype=torch.int64)
-    everyone = ranks.gather_rows(torch.stack([mine, torch.full_like(mine, ranks.rank)], dim=1)).numpy()
-    numbers, first = np.unique(everyone[:, 0], return_index=True)
-    if len(numbers) == len(everyone):
-        return encoded
-    notes.append(f"{len(everyone) - len(numbers)} held-out samples came more than once and were counted once")
-    counted = np.isin(np.arange(len(everyone)), first)
-    return encoded.keep(np.flatnonzero(counted[everyone[:, 1] == ranks.rank]).tolist())
-
-
-def _note_faults(encoded: Encoded, ranks: Ranks, notes: list[str]) -> int:
+def _note_faults(encoded: Encoded, notes: list[str]) -> int:
     """How many faults (dropped samples, broken shards) the reader met over all ranks; a note names the reasons."""
     faults: Counter[str] = Counter()
-    for part in ranks.gather_objects(encoded.faults):
+    for part in gather_objects(encoded.faults):
         faults.update(part)
     if faults:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(faults.items())[:5])
@@ -162,69 +142,71 @@ def _note_faults(encoded: Encoded, ranks: Ranks, notes: list[str]) -> int:
     return faults.total()
 
 
-def _retrieval(encoded: Encoded, ranks: Ranks, thumbnails: Thumbnails) -> tuple[dict[str, float], list[RankedImage]]:
+def _retrieval(
+    encoded: Encoded, device: torch.device, thumbnails: Thumbnails
+) -> tuple[dict[str, float], list[RankedImage]]:
     """Retrieval metrics over all ranks' samples, and the samples to show."""
-    device = ranks.compute
+    rank, world_size = rank_and_size()
     index = torch.tensor(encoded.index, dtype=torch.int64)
     row_of_text = torch.tensor(encoded.row_of_text, dtype=torch.int64)
     # in the order of the samples' numbers everything below is the same however the samples were dealt to the ranks
-    numbers, image_order = ranks.gather_rows(index).sort()
-    sample_of_text, text_order = ranks.gather_rows(index[row_of_text]).sort(stable=True)
-    image_grid = ranks.gather_rows(to_grid(encoded.image_features))[image_order.to(device)]
-    text_grid = ranks.gather_rows(to_grid(encoded.text_features))[text_order.to(device)]
+    numbers, image_order = gather_rows(index).sort()
+    if bool((numbers.diff() == 0).any()):
+        raise ValueError("held-out samples with the same number: each must come once, on one rank")
+    sample_of_text, text_order = gather_rows(index[row_of_text]).sort(stable=True)
+    image_grid = gather_rows(to_grid(encoded.image_features))[image_order.to(device)]
+    text_grid = gather_rows(to_grid(encoded.text_features))[text_order.to(device)]
     # equal captions are equally similar: in another batch a model may give the same words other last bits
-    wordings = ranks.gather_rows(torch.tensor(encoded.wordings, dtype=torch.int64))[text_order]
+    wordings = gather_rows(torch.tensor(encoded.wordings, dtype=torch.int64))[text_order]
     _, first, same = np.unique(wordings.numpy(), return_index=True, return_inverse=True)
     text_grid = text_grid[torch.from_numpy(first[same]).to(device)]
     owner = torch.searchsorted(numbers, sample_of_text).to(device)
-    share = range(*(len(numbers) * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1)))
+    share = range(*(len(numbers) * part // world_size for part in (rank, rank + 1)))
     ahead = count_ahead(image_grid, text_grid, owner, rows=share)
     of_images = torch.zeros(len(numbers), dtype=torch.int64, device=device)
     of_images[share.start : share.stop] = ahead.of_images
-    of_images = ranks.total(of_images)
-    metrics = summarise(of_images, ranks.total(ahead.of_texts), owner)
+    of_images = total(of_images)
+    metrics = summarise(of_images, total(ahead.of_texts), owner)
 
-    pixels = thumbnails.gathered(ranks)
-    shown = torch.tensor(sorted(pixels), dtype=torch.int64)
+    pixels = thumbnails.gathered()
+    shown = torch.tensor(list(pixels), dtype=torch.int64)
     rows = torch.searchsorted(numbers, shown).to(device)
     best, similarity = top_texts(image_grid[rows], text_grid, SHOWN_CAPTIONS)
     # a text's number among its sample's own: its place less that of the sample's first
     number = torch.arange(len(sample_of_text)) - torch.searchsorted(sample_of_text, sample_of_text)
     top = [[(int(sample_of_text[t]), int(number[t])) for t in row] for row in best.tolist()]
     ranked = (of_images[rows] + 1).tolist()
-    return metrics, _describe(encoded, ranks, pixels, shown.tolist(), ranked, top, similarity.tolist())
+    return metrics, _describe(encoded, pixels, ranked, top, similarity.tolist())
 
 
 def _describe(
     encoded: Encoded,
-    ranks: Ranks,
     pixels: dict[int, np.ndarray],
-    shown: list[int],
     ranked: list[int],
     top: list[list[tuple[int, int]]],
     similarity: list[list[float]],
 ) -> list[RankedImage]:
     """Put words to the samples shown: each rank tells the keys and captions that are asked for and that it has."""
-    asked = {*shown, *(sample for row in top for sample, _ in row)}
+    asked = {*pixels, *(sample for row in top for sample, _ in row)}
     own = {
         sample: (key, captions)
         for sample, key, captions in zip(encoded.index, encoded.keys, encoded.captions, strict=True)
         if sample in asked
     }
-    words = {sample: told for part in ranks.gather_objects(own) for sample, told in part.items()}
+    described = {sample: words for part in gather_objects(own) for sample, words in part.items()}
     return [
         RankedImage(
             index=sample,
-            key=words[sample][0],
+            key=described[sample][0],
             pixels=pixels[sample],
-            captions=words[sample][1],
+            captions=described[sample][1],
             rank=rank,
             top=[
-                RankedCaption(words[other][1][number], value, other == sample)
+                RankedCaption(described[other][1][number], value, other == sample)
                 for (other, number), value in zip(texts, values, strict=True)
             ],
         )
-        for sample, rank, texts, values in zip(shown, ranked, top, similarity, strict=True)
+        for sample, rank, texts, values in zip(pixels, ranked, top, similarity, strict=True)
     ]
 
 
@@ -234,33 +216,31 @@ def _class_weights(
     classes: list[str],
     templates: list[str],
     batch: int,
-    ranks: Ranks,
+    device: torch.device,
 ) -> Tensor:
     """(C, D) zero-shot weights; each rank encodes the prompts of its share of the classes, all equally many."""
-    per_rank = -(-len(classes) // ranks.world_size)
-    share = [
-        classes[min(number, len(classes) - 1)] for number in range(ranks.rank * per_rank, (ranks.rank + 1) * per_rank)
-    ]
+    rank, world_size = rank_and_size()
+    per_rank = -(-len(classes) // world_size)
+    share = [classes[min(number, len(classes) - 1)] for number in range(rank * per_rank, (rank + 1) * per_rank)]
     weights = zero_shot_weights(
-        lambda tokens: engine(None, tokens.to(ranks.compute)).text_features, tokenizer, share, templates, batch=batch
+        lambda tokens: engine(None, tokens.to(device)).text_features, tokenizer, share, templates, batch=batch
     )
-    return ranks.gather_rows(weights)[: len(classes)]
+    return gather_rows(weights)[: len(classes)]
 
 
 def _zero_shot(
-    encoded: Encoded, weights: Tensor, classes: list[str], ranks: Ranks, notes: list[str], confusion: bool
-) -> tuple[dict[str, float], dict[str, tuple[float, int]], np.ndarray | None]:
-    """Accuracies over all ranks' labelled samples, accuracy and number of samples of each class, and confusion."""
+    encoded: Encoded, weights: Tensor, classes: list[str], notes: list[str]
+) -> tuple[dict[str, float], dict[str, tuple[float, int]]]:
+    """Accuracies over all ranks' labelled samples, and accuracy and number of samples of each class."""
     numbers, unknown = class_indices(encoded.labels, classes)
-    labels = torch.tensor(numbers, dtype=torch.int64, device=ranks.compute)
     twins = name_twins(classes)
-    labels, ahead, first = class_ranks(encoded.image_features, weights, labels, twins=twins)
-    hits = ranks.total(count_hits(labels, ahead, len(classes)))
-    counts = ranks.total(confusion_counts(labels, first, len(classes))).cpu().numpy() if confusion else None
-    told = ranks.gather_objects((len(unknown), sorted(set(unknown))[:5]))
-    strangers = sum(count for count, _ in told)
+    labels = torch.tensor(numbers, dtype=torch.int64, device=weights.device)
+    labels, ahead = class_ranks(encoded.image_features, weights, labels, twins=twins)
+    hits = total(count_hits(labels, ahead, len(classes)))
+    found = gather_objects((len(unknown), sorted(set(unknown))[:5]))
+    strangers = sum(count for count, _ in found)
     if strangers:
-        names = ", ".join(repr(name) for name in sorted({name for _, names in told for name in names})[:5])
+        names = ", ".join(repr(name) for name in sorted({name for _, names in found for name in names})[:5])
         notes.append(f"{strangers} held-out samples have labels that are not in evaluation.classes, such as {names}")
     metrics = zero_shot_metrics(hits)
     metrics["zero_shot_unknown_labels"] = strangers
@@ -270,7 +250,7 @@ def _zero_shot(
     per_class = {
         name: (right / seen, seen) for name, (seen, right, _) in zip(shown, hits.tolist(), strict=True) if seen
     }
-    return metrics, per_class, counts
+    return metrics, per_class
 
 
 def _device_of(engine: Any, device: torch.device | str | None) -> torch.device:
@@ -282,7 +262,7 @@ def _device_of(engine: Any, device: torch.device | str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def _at_rest(engine: Any) -> Iterator[None]:
+def _evaluation_mode(engine: Any) -> Iterator[None]:
     """Evaluation mode inside; afterwards each submodule in the mode it had (a locked tower is always in it)."""
     if not isinstance(engine, torch.nn.Module):
         yield

@@ -41,7 +41,6 @@ class EvalResult:
         metrics: flat names ("val/image_to_text_R@10", "val/zero_shot_top1"), chance levels under ``…_chance``.
         per_class: top-1 accuracy and number of samples of each class that has samples.
         samples: a few held-out images, the same ones for the same seed, for the report.
-        confusion: where it was asked for, (C, C) int64: images of the row's class by the class ranked first.
         notes: what the user should know about the numbers, a sentence each.
         seconds: how long it took on this rank.
     """
@@ -50,7 +49,6 @@ class EvalResult:
     per_class: dict[str, tuple[float, int]] = field(default_factory=dict)
     samples: list[RankedImage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    confusion: np.ndarray | None = None
     seconds: float = 0.0
 
 

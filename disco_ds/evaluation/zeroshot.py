@@ -136,8 +136,8 @@ def name_twins(classes: Sequence[str]) -> Tensor:
 
 def class_ranks(
     image_features: Tensor, weights: Tensor, labels: Tensor, *, twins: Tensor | None = None, block: int = 4096
-) -> tuple[Tensor, Tensor, Tensor]:
-    """How many classes are ranked before the right one, and which is ranked first.
+) -> tuple[Tensor, Tensor]:
+    """How many classes are ranked before the right one.
 
     Ties count against the model, as in retrieval. Classes of one name have one prompt and cannot be told apart; the
     first of them stands before the others, as open_clip's topk has it.
@@ -150,8 +150,7 @@ def class_ranks(
         block: samples at a time; memory is O(block x C).
 
     Returns:
-        The labels of the m samples that have one, and for each of those the number of classes ahead and the class
-        ranked first: (m,) int64 each.
+        The labels of the m samples that have one, and for each of those the number of classes ahead: (m,) int64 each.
     """
     device = image_features.device
     known = labels >= 0
@@ -159,17 +158,15 @@ def class_ranks(
     twins = torch.arange(len(weights), device=device) if twins is None else twins.to(device)
     class_dc = to_grid(weights)[twins].double().T  # equal names get equal weights, to the last bit
     number = torch.arange(len(weights), device=device)
-    ahead, first = labels.new_empty(len(labels)), labels.new_empty(len(labels))
+    ahead = labels.new_empty(len(labels))
     for start in range(0, len(labels), block):
         right = labels[start : start + block]
         similarity = image_grid[start : start + block].double() @ class_dc
         right_similarity = similarity.gather(1, right[:, None])
         later_twin = (twins[None] == twins[right][:, None]) & (number[None] >= right[:, None])  # and the right one
         similarity.masked_fill_(later_twin, -torch.inf)
-        before = (similarity >= right_similarity).sum(1)
-        ahead[start : start + block] = before
-        first[start : start + block] = torch.where(before > 0, similarity.argmax(1), right)
-    return labels, ahead, first
+        ahead[start : start + block] = (similarity >= right_similarity).sum(1)
+    return labels, ahead
 
 
 def count_hits(labels: Tensor, ahead: Tensor, classes: int) -> Tensor:
@@ -180,11 +177,6 @@ def count_hits(labels: Tensor, ahead: Tensor, classes: int) -> Tensor:
     """
     hits = torch.zeros(classes, 3, dtype=torch.int64, device=labels.device)
     return hits.index_add_(0, labels, torch.stack([torch.ones_like(ahead), (ahead < 1).long(), (ahead < 5).long()], 1))
-
-
-def confusion_counts(labels: Tensor, first: Tensor, classes: int) -> Tensor:
-    """(C, C) int64: samples of the row's class for which the column's class was ranked first."""
-    return torch.bincount(labels * classes + first, minlength=classes * classes).view(classes, classes)
 
 
 def zero_shot_metrics(hits: Tensor) -> dict[str, float]:

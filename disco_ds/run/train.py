@@ -22,7 +22,8 @@ from disco_ds.engine.deepspeed_engine import gradient_norm
 from disco_ds.engine.optimizer import set_learning_rate
 from disco_ds.engine.step import StepResult
 from disco_ds.errors import CheckpointError
-from disco_ds.evaluation.evaluate import EvalResult, evaluate, format_result
+from disco_ds.evaluation.evaluate import evaluate
+from disco_ds.evaluation.result import EvalResult, format_result
 from disco_ds.model.build import preprocessing
 from disco_ds.planner import auto as live
 from disco_ds.report.picture import write_page, write_report
@@ -127,8 +128,6 @@ def run_evaluation(run: Run) -> EvalResult:
         Noted(run, run.heldout()),
         tokenizer=run.tokenizer,
         config=run.config.evaluation,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
         seed=run.config.seed,
         mean=preprocess["mean"],
         std=preprocess["std"],

@@ -10,9 +10,10 @@ import torch
 
 from disco_ds.config.schema import EvaluationConfig
 from disco_ds.errors import ConfigError, DataError
-from disco_ds.evaluation.encode import THUMBNAIL, Thumbnails
-from disco_ds.evaluation.evaluate import check_evaluation, evaluate, format_result
+from disco_ds.evaluation.evaluate import check_evaluation, evaluate
+from disco_ds.evaluation.result import format_result
 from disco_ds.evaluation.retrieval import NonFiniteFeatures
+from disco_ds.evaluation.thumbnails import LONGEST_SIDE, Thumbnails
 from disco_ds.evaluation.zeroshot import load_classes, load_templates
 from tests.helpers.towers import SIDE, TinyTowers, batched, exact_similarity, make_samples, slow_retrieval, tokenize
 
@@ -112,15 +113,13 @@ class TestEvaluate:
         mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
         kept = Thumbnails(0, 1, mean, std)
         normalised = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-        assert np.array_equal(kept._pixels(normalised[:, :100, :100]), pixels[:, :100, :100].permute(1, 2, 0).numpy())
-        assert kept._pixels(normalised).shape == (THUMBNAIL, THUMBNAIL // 2, 3)
+        assert np.array_equal(kept.pixels(normalised[:, :100, :100]), pixels[:, :100, :100].permute(1, 2, 0).numpy())
+        assert kept.pixels(normalised).shape == (LONGEST_SIDE, LONGEST_SIDE // 2, 3)
 
-    def test_a_sample_that_comes_twice_is_counted_once(self, seed):
+    def test_a_sample_that_comes_twice_is_an_error(self, seed):
         samples = make_samples(14, seed, captions=2)
-        once, twice = run(samples), run(samples[3:6] + samples)
-        assert twice.metrics == once.metrics
-        assert once.notes == []
-        assert twice.notes == ["3 held-out samples came more than once and were counted once"]
+        with pytest.raises(ValueError, match="each must come once"):
+            run(samples[3:6] + samples)
 
     def test_unknown_labels_are_counted_and_named(self, seed):
         samples = make_samples(25, seed, labels=("thing", "stranger", None))

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from disco_ds.config.schema import EvaluationConfig
-from disco_ds.evaluation.evaluate import EvalResult, evaluate
+from disco_ds.evaluation.evaluate import evaluate
+from disco_ds.evaluation.result import EvalResult
 from disco_ds.evaluation.retrieval import NonFiniteFeatures
 from tests.helpers.ranks import run_ranks
 from tests.helpers.towers import TinyTowers, batched, make_samples, tokenize
@@ -44,15 +45,8 @@ def samples_of(seed: int, captions: int = 3) -> list:
     return make_samples(26, seed, captions=captions, labels=("thing", "zebra", "3", "stranger", None))
 
 
-def alone(engine: Any, samples: list) -> dict[str, Any]:
-    return comparable(evaluate(engine, batched(samples, 4), tokenizer=tokenize, config=CONFIG))
-
-
-def on_ranks(engine: Any, samples: list, **options: Any) -> EvalResult:
-    return evaluate(
-        engine, batched(samples, 4), tokenizer=tokenize, config=CONFIG,
-        rank=dist.get_rank(), world_size=dist.get_world_size(), **options,
-    )  # fmt: skip
+def measured(engine: Any, samples: list) -> EvalResult:
+    return evaluate(engine, batched(samples, 4), tokenizer=tokenize, config=CONFIG)
 
 
 def plain_module(seed: int) -> dict[str, dict[str, Any]]:
@@ -61,15 +55,15 @@ def plain_module(seed: int) -> dict[str, dict[str, Any]]:
     results = {}
     for deal in ("even", "uneven", "last"):
         share = dealt(samples_of(seed), world_size, deal)[rank]
-        results[deal] = comparable(on_ranks(TinyTowers(seed), share, group=dist.group.WORLD))
-    twice = dealt(samples_of(seed), world_size, "even")[rank] + samples_of(seed)[:2]
-    results["twice"] = comparable(on_ranks(TinyTowers(seed), twice))
+        results[deal] = comparable(measured(TinyTowers(seed), share))
+    with pytest.raises(ValueError, match="each must come once"):  # on all ranks
+        measured(TinyTowers(seed), share + samples_of(seed)[:1])
 
     broken = TinyTowers(seed)
     if rank == world_size - 1:  # one rank's model only: all must stop
         torch.nn.init.constant_(broken.visual[1].bias, float("nan"))
     with pytest.raises(NonFiniteFeatures, match="held-out images and 0 texts"):
-        on_ranks(broken, dealt(samples_of(seed), world_size, "even")[rank])
+        measured(broken, dealt(samples_of(seed), world_size, "even")[rank])
 
     def unreadable():
         yield from batched(samples_of(seed), 4)
@@ -77,7 +71,7 @@ def plain_module(seed: int) -> dict[str, dict[str, Any]]:
 
     batches = unreadable() if rank == 0 else batched(samples_of(seed), 2)
     with pytest.raises(OSError if rank == 0 else RuntimeError, match="disk is gone" if rank == 0 else "another rank"):
-        evaluate(TinyTowers(seed), batches, tokenizer=tokenize, config=CONFIG, rank=rank, world_size=world_size)
+        evaluate(TinyTowers(seed), batches, tokenizer=tokenize, config=CONFIG)
     dist.barrier()
     return results
 
@@ -103,14 +97,14 @@ def zero3_engine(seed: int) -> list[dict[str, Any]]:
     assert weight.numel() == 0  # partitioned: only the engine's forward can use it
     share = dealt(samples_of(seed), world_size, "uneven")[rank]
     engine.train()
-    results = [comparable(on_ranks(engine, share))]
+    results = [comparable(measured(engine, share))]
     for _ in range(2):
         batch = next(batched(samples_of(seed + rank), 4))
         features = engine(batch.images, batch.texts)
         loss = -(features.image_features * features.text_features).sum() * features.logit_scale.double().sum()
         engine.backward(loss.float())
         engine.step()
-        results.append(comparable(on_ranks(engine, share)))
+        results.append(comparable(measured(engine, share)))
     assert engine.module.training
     assert engine.module.visual[2].training
     assert engine.global_steps == 2
@@ -121,18 +115,15 @@ def zero3_engine(seed: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_number_of_ranks_gives_what_one_process_does(world_size):
     seed = random.SystemRandom().randrange(2**31)
-    expected = alone(TinyTowers(seed), samples_of(seed))
+    expected = comparable(measured(TinyTowers(seed), samples_of(seed)))
     assert expected["metrics"]["val/pairs"] > expected["metrics"]["val/images"] == 26
     for found in run_ranks(plain_module, world_size, seed):
-        twice = found.pop("twice")
         assert found == dict.fromkeys(("even", "uneven", "last"), expected), f"seed {seed}"
-        assert twice["metrics"] == expected["metrics"], f"seed {seed}"
-        assert any("came more than once" in note for note in twice["notes"])
 
 
 def test_zero3_engine_gives_what_the_module_does():
     seed = random.SystemRandom().randrange(2**31)
-    expected = alone(TinyTowers(seed), samples_of(seed))
+    expected = comparable(measured(TinyTowers(seed), samples_of(seed)))
     ranks = run_ranks(zero3_engine, 2, seed)
     for found in ranks:
         assert found[0] == expected, f"seed {seed}"

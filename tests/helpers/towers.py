@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from disco_ds.data.heldout import HeldoutBatch
 from disco_ds.evaluation.retrieval import to_grid
+from disco_ds.model.towers import Features
 
 CONTEXT, VOCABULARY, SIDE, WIDTH = 6, 97, 8, 16
-
-
-class Features(NamedTuple):
-    image_features: Tensor | None
-    text_features: Tensor | None
-    logit_scale: Tensor
-    logit_bias: Tensor | None
 
 
 class TinyTowers(nn.Module):
@@ -56,19 +50,6 @@ def tokenize(texts: list[str]) -> Tensor:
     return torch.tensor([row + [0] * (CONTEXT - len(row)) for row in rows], dtype=torch.int64).reshape(-1, CONTEXT)
 
 
-@dataclass
-class Batch:
-    """What disco_ds.data.heldout yields, field by field."""
-
-    images: Tensor
-    texts: Tensor
-    captions: list[list[str]]
-    keys: list[str]
-    labels: list[str | None]
-    index: list[int] | Tensor
-    faults: dict[str, int] = field(default_factory=dict)
-
-
 class Sample(NamedTuple):
     index: int
     image: Tensor
@@ -94,10 +75,10 @@ def make_samples(count: int, seed: int, *, captions: int = 1, labels: tuple[str 
     ]
 
 
-def batched(samples: list[Sample], size: int) -> Iterator[Batch]:
+def batched(samples: list[Sample], size: int) -> Iterator[HeldoutBatch]:
     for start in range(0, len(samples), size):
         part = samples[start : start + size]
-        yield Batch(
+        yield HeldoutBatch(
             images=torch.stack([sample.image for sample in part]),
             texts=tokenize([sample.captions[0] for sample in part]),
             captions=[sample.captions for sample in part],
