@@ -57,7 +57,7 @@ class SavedModel:
 
 
 def open_clip_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of :class:`disco_ds.model.build.TwoTowers` under open_clip's names and shapes."""
+    """A state dict of :class:`disco_ds.model.towers.TwoTowers` under open_clip's names and shapes."""
     renamed = {}
     for name, value in state.items():
         scalar = name in ("logit_scale", "logit_bias")

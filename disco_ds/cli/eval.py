@@ -171,7 +171,7 @@ def _measure(
     from disco_ds.evaluation.folder import read_folder
     from disco_ds.evaluation.retrieval import NonFiniteFeatures
     from disco_ds.evaluation.zeroshot import load_classes
-    from disco_ds.model.build import build_transform, preprocessing
+    from disco_ds.model.preprocess import build_transform, preprocessing
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     share = {"rank": rank(), "world_size": world_size, "batch": evaluation.batch}

@@ -13,8 +13,10 @@ from torch import Tensor
 from disco_ds.checkpoint.saved import find_saved, holds_checkpoints
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import ConfigError, nearest
-from disco_ds.model.build import build_model, build_tokenizer
-from disco_ds.model.pretrained import HUB, LOCAL, OPEN_CLIP_CONFIG, Source, describe_file, source_of_run
+from disco_ds.model.architecture import HUB, LOCAL, OPEN_CLIP_CONFIG
+from disco_ds.model.build import build_model
+from disco_ds.model.preprocess import build_tokenizer
+from disco_ds.model.pretrained import Source, describe_file, source_of_run
 from disco_ds.model.towers import TwoTowers
 
 
@@ -28,7 +30,6 @@ class Chosen:
     """Its weights, where ``config.pretrained`` does not name them."""
     run: dict[str, Any] = field(default_factory=dict)
     """The config.yaml of the run that it is from."""
-    run_file: Path | None = None
 
     def build(self) -> tuple[TwoTowers, Callable[[list[str]], Tensor]]:
         """The model on the CPU in fp32, and its tokenizer.
@@ -67,8 +68,7 @@ def choose(
             raise ConfigError(f"{option} {value}: goes with {place}, and {what} is none")
     if run:
         saved = find_saved(path, checkpoint)
-        file = saved.path.absolute().parent.parent / "config.yaml"
-        return Chosen(str(saved.path), saved.model, source_of_run(saved), saved.run, file if saved.run else None)
+        return Chosen(str(saved.path), saved.model, source_of_run(saved), saved.run)
     if path.is_dir():
         if not (path / OPEN_CLIP_CONFIG).is_file():
             raise ConfigError(f"{what}: holds neither checkpoints nor {OPEN_CLIP_CONFIG}; give a run, or an export")

@@ -7,11 +7,7 @@ with the model that open_clip makes of the configuration (on the meta device), a
 from __future__ import annotations
 
 import json
-import logging
-import os
-import shutil
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +20,12 @@ from torch import Tensor
 from disco_ds.checkpoint.saved import SavedModel
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import CheckpointError, ConfigError
-from disco_ds.model.build import build_tokenizer, open_clip_config, registered_name
-from disco_ds.model.pretrained import DESCRIPTION, OPEN_CLIP_CONFIG, known_preprocess
+from disco_ds.files import replace_text, replacing
+from disco_ds.model.architecture import OPEN_CLIP_CONFIG, open_clip_config, registered_name
+from disco_ds.model.build import create_clip
+from disco_ds.model.preprocess import build_tokenizer
+from disco_ds.model.pretrained import DESCRIPTION, known_preprocess
+from disco_ds.run_layout import CHECKPOINTS, EXPORT
 
 Form = Literal["open_clip", "safetensors", "hf"]
 ENDINGS: dict[Form, str] = {"open_clip": ".pt", "safetensors": ".safetensors", "hf": "-hf"}
@@ -49,8 +49,8 @@ class Exported:
 def default_path(saved: SavedModel, form: Form) -> Path:
     """``export/NAME-step-…`` in the run's folder, or beside a checkpoint that lies alone."""
     folder = saved.path.absolute().parent
-    run = folder.parent if folder.name == "checkpoints" else folder
-    return run / "export" / f"{run.name}-{saved.path.name}{ENDINGS[form]}"
+    run = folder.parent if folder.name == CHECKPOINTS else folder
+    return run / EXPORT / f"{run.name}-{saved.path.name}{ENDINGS[form]}"
 
 
 def export(
@@ -74,14 +74,12 @@ def export(
     out = default_path(saved, form) if out is None else out
     _check_target(out, form, force)
     content = open_clip_config(saved.model)
-    beside = None if form == "hf" else _beside(out, saved.model)
+    beside = None if form == "hf" or _known_to_open_clip(saved.model) else out.with_suffix(".json")
     if beside is not None and not force:
         _check_beside(beside, content)
-    preprocess = _preprocess(saved.model, content)
-    weights = saved.weights()
-    _check_weights(saved, weights)
-    if precision == "bf16":
-        weights = _in_bf16(saved, weights)
+    size = content["vision_cfg"].get("image_size", 224)
+    preprocess = {**merge_preprocess_dict(PreprocessCfg(), known_preprocess(saved.model)), "size": size}
+    weights = _checked_weights(saved, precision)
     description = {
         "model_cfg": content,
         "preprocess_cfg": preprocess,
@@ -90,18 +88,24 @@ def export(
         "samples_seen": saved.manifest["state"]["samples_seen"],
     }
     notes: list[str] = []
+    try:
+        with replacing(out, sync=True) as unfinished:
+            if form == "hf":
+                notes += _write_folder(unfinished, weights, description, saved.model)
+            else:
+                _write_file(unfinished, form, weights, description)
+        if beside is not None:
+            replace_text(beside, _json_text(content), sync=True)
+    except (OSError, RuntimeError) as error:  # torch's zip writer turns a failed write into a RuntimeError
+        raise ConfigError(f"--out {out} could not be written: {error}") from error
     if form == "hf":
-        _replace(out, lambda path: notes.extend(_write_folder(path, weights, description, saved.model)))
-        size, usage = (out / WEIGHTS).stat().st_size, [_loading(f"local-dir:{out}", None)]
-    else:
-        _replace(out, lambda path: _write_file(path, form, weights, description))
-        size, usage = out.stat().st_size, _usage(out, beside, saved.model, content)
-        plain = merge_preprocess_dict(PreprocessCfg(), {"size": preprocess["size"]})
-        if _as_json(preprocess) != _as_json(plain):
-            notes.append(
-                f"the model's images are prepared with {json.dumps(preprocess)}; --to hf keeps that, a file not"
-            )
-    return Exported(out, size, usage, notes)
+        return Exported(out, (out / WEIGHTS).stat().st_size, [_loading(f"local-dir:{out}", None)], notes)
+    usage = [_loading(saved.model.name.replace("/", "-"), out)]
+    if beside is not None:
+        usage = [f"open_clip.add_model_config({str(beside)!r})", _loading(beside.stem, out)]
+    if _as_json(preprocess) != _as_json(merge_preprocess_dict(PreprocessCfg(), {"size": size})):
+        notes.append(f"the model's images are prepared with {json.dumps(preprocess)}; --to hf keeps that, a file not")
+    return Exported(out, out.stat().st_size, usage, notes)
 
 
 def _check_target(out: Path, form: Form, force: bool) -> None:
@@ -118,19 +122,15 @@ def _check_target(out: Path, form: Form, force: bool) -> None:
         raise ConfigError(f"--out {out} holds other things than an exported model; it is not replaced")
 
 
-def _preprocess(model: ModelConfig, content: dict[str, Any]) -> dict[str, Any]:
-    """open_clip's preprocessing of the run, as in training."""
-    size = content["vision_cfg"].get("image_size", 224)
-    return {**merge_preprocess_dict(PreprocessCfg(), known_preprocess(model)), "size": size}
-
-
 def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _check_weights(saved: SavedModel, weights: dict[str, Tensor]) -> None:
-    """Refuse weights that open_clip could not load strictly into the model of this configuration."""
-    expected = _meta_model(saved.model).state_dict()
+def _checked_weights(saved: SavedModel, precision: str) -> dict[str, Tensor]:
+    """The weights, if open_clip can load them strictly into the model of this configuration and all are finite."""
+    weights = saved.weights()
+    model = create_clip(registered_name(saved.model), device="meta", resize_trunk=False)
+    expected = model.state_dict()
     wrong = [
         f"{name}: {_shape(weights.get(name))} saved, {_shape(expected.get(name))} in open_clip's model"
         for name in {**expected, **weights}
@@ -140,27 +140,19 @@ def _check_weights(saved: SavedModel, weights: dict[str, Tensor]) -> None:
         raise CheckpointError(
             f"{saved.path}: {len(wrong)} weights are not those of {saved.model.name} as open_clip builds it; {wrong[0]}"
         )
-    bad = [name for name, value in weights.items() if value.is_floating_point() and not bool(value.isfinite().all())]
-    if bad:
-        raise CheckpointError(f"{saved.path}: {bad[0]} holds NaN or infinity; export an earlier one with --checkpoint")
+    for name, value in weights.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise CheckpointError(
+                f"{saved.path}: {name} holds NaN or infinity; export an earlier one with --checkpoint"
+            )
+    if precision == "fp32":
+        return weights
+    rounded = {name for name, _ in model.named_parameters()} - {"logit_scale", "logit_bias"}
+    return {name: value.bfloat16() if name in rounded else value for name, value in weights.items()}
 
 
 def _shape(value: Tensor | None) -> tuple[int, ...] | None:
     return None if value is None else tuple(value.shape)
-
-
-def _meta_model(model: ModelConfig) -> Any:
-    before = logging.root.level
-    logging.root.setLevel(logging.ERROR)  # that it has no weights
-    try:
-        return open_clip.create_model(registered_name(model), device="meta", pretrained=None, pretrained_text=False)
-    finally:
-        logging.root.setLevel(before)
-
-
-def _in_bf16(saved: SavedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    matrices = {name for name, _ in _meta_model(saved.model).named_parameters()} - {"logit_scale", "logit_bias"}
-    return {name: value.bfloat16() if name in matrices else value for name, value in weights.items()}
 
 
 def _write_file(path: Path, form: Form, weights: dict[str, Tensor], description: dict[str, Any]) -> None:
@@ -182,7 +174,7 @@ def _write_folder(
     folder.mkdir()
     _write_file(folder / WEIGHTS, "safetensors", weights, description)
     config = {"model_cfg": description["model_cfg"], "preprocess_cfg": description["preprocess_cfg"]}
-    _write_json(folder / OPEN_CLIP_CONFIG, config)
+    (folder / OPEN_CLIP_CONFIG).write_text(_json_text(config), encoding="utf-8")
     if not description["model_cfg"]["text_cfg"].get("hf_tokenizer_name"):
         return []
     try:  # open_clip looks for these files in the folder itself
@@ -193,39 +185,16 @@ def _write_folder(
     return []
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(_json_text(content), encoding="utf-8")
-
-
 def _json_text(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _replace(out: Path, write: Callable[[Path], None]) -> None:
-    """Write under a temporary name beside ``out``, flush, and rename; nothing is left behind when that fails."""
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write(unfinished)
-        for path in filter(Path.is_file, [unfinished, *unfinished.rglob("*")]):
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-        if out.is_dir():
-            shutil.rmtree(out)
-        os.replace(unfinished, out)
-    except (OSError, RuntimeError) as error:  # torch's zip writer turns a failed write into a RuntimeError
-        raise ConfigError(f"--out {out} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
-
-
-def _beside(out: Path, model: ModelConfig) -> Path | None:
-    """Where the JSON of a model goes that is none of open_clip's own."""
-    name = model.name.replace("/", "-")
+def _known_to_open_clip(model: ModelConfig) -> bool:
+    """Whether it is one of open_clip's own, so that its name is enough to load a file."""
     own = model.config is None and model.image_size is None and model.context_length is None
-    if own and (Path(open_clip.__file__).parent / "model_configs" / f"{name}.json").is_file():
-        return None
-    return out.with_suffix(".json")
+    return (
+        own and (Path(open_clip.__file__).parent / "model_configs" / f"{model.name.replace('/', '-')}.json").is_file()
+    )
 
 
 def _check_beside(beside: Path, content: dict[str, Any]) -> None:
@@ -241,15 +210,6 @@ def _check_beside(beside: Path, content: dict[str, Any]) -> None:
             f"{beside} exists and describes another model; open_clip would load it with the new weights. Choose "
             "another --out, or --force to replace it"
         )
-
-
-def _usage(out: Path, beside: Path | None, model: ModelConfig, content: dict[str, Any]) -> list[str]:
-    """How open_clip loads the file, with the model's JSON beside it where it needs one."""
-    if beside is None:
-        return [_loading(model.name.replace("/", "-"), out)]
-    if not beside.exists() or beside.read_text(encoding="utf-8") != _json_text(content):
-        _replace(beside, lambda path: _write_json(path, content))
-    return [f"open_clip.add_model_config({str(beside)!r})", _loading(beside.stem, out)]
 
 
 def _loading(name: str, weights: Path | None) -> str:

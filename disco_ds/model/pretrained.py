@@ -27,11 +27,10 @@ from torch import Tensor
 from disco_ds.checkpoint.saved import SavedModel, find_saved, holds_checkpoints
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import CheckpointError, ConfigError
+from disco_ds.model.architecture import HUB, LOCAL, OPEN_CLIP_CONFIG, downloaded, folder_config
 
 log = logging.getLogger("disco_ds")
 
-LOCAL, HUB = "local-dir:", "hf-hub:"
-OPEN_CLIP_CONFIG = "open_clip_config.json"
 DESCRIPTION = "disco_ds"
 """Under this name an exported file says which model it holds, see :func:`describe_file`."""
 
@@ -58,10 +57,10 @@ def find_source(config: ModelConfig) -> Source | None:
         CheckpointError: a run's folder without a checkpoint that verifies.
     """
     if config.pretrained is None:
-        return _from_schema(config.name, "model.name") if config.name.startswith((LOCAL, HUB)) else None
+        return _from_folder(config.name, "model.name") if config.name.startswith((LOCAL, HUB)) else None
     named = config.pretrained
     if named.startswith((LOCAL, HUB)):
-        return _from_schema(named, "model.pretrained")
+        return _from_folder(named, "model.pretrained")
     name = config.name.replace("/", "-")
     tag = get_pretrained_cfg(name, named) if config.config is None else {}
     if tag:
@@ -71,12 +70,12 @@ def find_source(config: ModelConfig) -> Source | None:
                 "model.pretrained: %s was trained with quick_gelu %s, %s has the other activation; the -quickgelu twin "
                 "of the model is what fits", label, tag.get("quick_gelu", False), name,
             )  # fmt: skip
-        return Source(label, lambda: _read_file(_downloaded(lambda: download_pretrained(tag), label)), tag)
+        return Source(label, lambda: _read_file(downloaded(lambda: download_pretrained(tag), label)), tag)
     path = Path(named).expanduser()
     if holds_checkpoints(path):
         return source_of_run(find_saved(path))
     if path.is_dir():
-        return _from_schema(f"{LOCAL}{path}", "model.pretrained")
+        return _from_folder(f"{LOCAL}{path}", "model.pretrained")
     if path.is_file():
         return Source(str(path), lambda: _read_file(path), describe_file(path).get("preprocess_cfg", {}))
     tags = open_clip.list_pretrained_tags_by_model(name) if config.config is None else []
@@ -97,7 +96,7 @@ def known_preprocess(config: ModelConfig) -> dict[str, Any]:
     where, named = ("model.pretrained", config.pretrained) if config.pretrained else ("model.name", config.name)
     try:
         if named.startswith((LOCAL, HUB)):  # the description beside the weights is enough
-            return schema_config(named, where).get("preprocess_cfg", {})
+            return folder_config(named, where).get("preprocess_cfg", {})
         source = find_source(config)
     except (ConfigError, CheckpointError) as error:
         log.warning("the preprocessing of %s is not known, open_clip's own is assumed: %s", named, error)
@@ -105,56 +104,21 @@ def known_preprocess(config: ModelConfig) -> dict[str, Any]:
     return source.preprocess if source is not None else {}
 
 
-def _from_schema(named: str, where: str) -> Source:
+def _from_folder(named: str, where: str) -> Source:
     """A ``local-dir:`` folder or a ``hf-hub:`` repository, as open_clip loads them."""
-    described = schema_config(named, where)
+    described = folder_config(named, where)
     preprocess = described.get("preprocess_cfg", {})
     if named.startswith(HUB):
 
         def download() -> str:
             return download_pretrained_from_hf(named.removeprefix(HUB))
 
-        return Source(named, lambda: _read_file(_downloaded(download, named)), preprocess)
+        return Source(named, lambda: _read_file(downloaded(download, named)), preprocess)
     folder = Path(named.removeprefix(LOCAL)).expanduser()
     path = _find_checkpoint_in_dir(folder)
     if path is None:
         raise ConfigError(f"{where}: {folder} holds no weights (*.safetensors, *.bin, *.pth) beside {OPEN_CLIP_CONFIG}")
     return Source(path, lambda: _read_file(Path(path)), preprocess)
-
-
-def schema_config(named: str, where: str) -> dict[str, Any]:
-    """The open_clip_config.json behind ``local-dir:`` or ``hf-hub:``: ``model_cfg`` and ``preprocess_cfg``.
-
-    Raises:
-        ConfigError: it cannot be had, or has no model_cfg.
-    """
-    if named.startswith(HUB):
-        identifier = named.removeprefix(HUB)
-        path = _downloaded(lambda: download_pretrained_from_hf(identifier, filename=OPEN_CLIP_CONFIG), named)
-    else:
-        path = Path(named.removeprefix(LOCAL)).expanduser() / OPEN_CLIP_CONFIG
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{where}: {path} cannot be read ({error.strerror}); expected a run's folder, or a folder with "
-            f"{OPEN_CLIP_CONFIG} and weights"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{where}: {path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("model_cfg"), dict):
-        raise ConfigError(f"{where}: {path} has no model_cfg; expected what open_clip writes for its hub models")
-    return content
-
-
-def _downloaded(download: Callable[[], str], what: str) -> Path:
-    try:
-        return Path(download())
-    except Exception as error:  # of the hub's client: several kinds, by release
-        raise ConfigError(
-            f"model.pretrained: {what} could not be downloaded ({str(error).splitlines()[0]}); get the file where "
-            "there is a network, and name it"
-        ) from error
 
 
 def describe_file(path: Path) -> dict[str, Any]:

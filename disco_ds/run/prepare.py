@@ -31,7 +31,8 @@ from disco_ds.engine.temperature import clamp_temperatures
 from disco_ds.errors import CheckpointError, ConfigError
 from disco_ds.evaluation.evaluate import check_evaluation
 from disco_ds.loss.contrastive import build_loss
-from disco_ds.model.build import build_model, build_tokenizer, build_transform
+from disco_ds.model.build import build_model
+from disco_ds.model.preprocess import build_tokenizer, build_transform
 from disco_ds.model.towers import TwoTowers
 from disco_ds.planner.auto import fill_auto
 from disco_ds.planner.text import headline

@@ -24,7 +24,7 @@ from disco_ds.engine.step import StepResult
 from disco_ds.errors import CheckpointError
 from disco_ds.evaluation.evaluate import evaluate
 from disco_ds.evaluation.result import EvalResult, format_result
-from disco_ds.model.build import preprocessing
+from disco_ds.model.preprocess import preprocessing
 from disco_ds.planner import auto as live
 from disco_ds.report.picture import write_page, write_report
 from disco_ds.run.prepare import Run

@@ -16,7 +16,8 @@ from disco_ds.cli.data.options import preparation
 from disco_ds.config.schema import ModelConfig, RunConfig
 from disco_ds.data.tools.fonts import Face, font_for, installed, lacking
 from disco_ds.data.tools.sheet import MIN_CELL_PX, Tile, contact_sheet, to_picture, wrap
-from disco_ds.model.build import build_model, build_transform
+from disco_ds.model.build import build_model
+from disco_ds.model.preprocess import build_transform
 from tests.helpers.shards import image_bytes, make_shards, write_shard
 from tests.helpers.tiny import TINY
 

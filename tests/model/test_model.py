@@ -9,12 +9,14 @@ import open_clip
 import pytest
 import torch
 
+from disco_ds.checkpoint.saved import open_clip_state_dict
 from disco_ds.config.schema import ModelConfig, OptimizerConfig, ScheduleConfig
 from disco_ds.engine.optimizer import check_optimizer, parameter_groups
 from disco_ds.engine.schedule import build_schedule
 from disco_ds.errors import ConfigError
 from disco_ds.model.activations import apply_policy
-from disco_ds.model.build import build_model, build_tokenizer, build_transform, open_clip_state_dict
+from disco_ds.model.build import build_model
+from disco_ds.model.preprocess import build_tokenizer, build_transform
 from tests.helpers.tiny import TINY, TINY_RESNET, TINY_TIMM, tiny_batch
 
 

@@ -17,8 +17,9 @@ from disco_ds.checkpoint.saved import find_saved
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import CheckpointError, ConfigError
 from disco_ds.model import pretrained
-from disco_ds.model.build import build_model, build_tokenizer, context_length, preprocessing
+from disco_ds.model.build import build_model
 from disco_ds.model.export import export
+from disco_ds.model.preprocess import build_tokenizer, context_length, preprocessing
 from tests.helpers.saved_runs import STEP, model_of, probe
 from tests.helpers.tiny import TINY, TINY_TIMM, TINY_VOCAB, tiny_batch
 

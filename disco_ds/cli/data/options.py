@@ -121,7 +121,8 @@ def preparation(run: RunConfig, training: bool = True) -> Preparation:
     Raises:
         ConfigError: no such model, or its tokenizer cannot be had.
     """
-    from disco_ds.model.build import build_empty, build_tokenizer, build_transform, context_length, preprocessing
+    from disco_ds.model.build import build_empty
+    from disco_ds.model.preprocess import build_tokenizer, build_transform, context_length, preprocessing
 
     model = build_empty(run.model)
     config = preprocessing(model)

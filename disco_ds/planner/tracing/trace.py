@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import ConfigError
 from disco_ds.model.activations import apply_policy
-from disco_ds.model.build import registered_name
+from disco_ds.model.architecture import registered_name
 from disco_ds.model.towers import TwoTowers, trained_towers
 from disco_ds.planner.coefficients import Coefficients, Point, Trace, thin, trace_key
 from disco_ds.planner.tracing import fake_cuda
