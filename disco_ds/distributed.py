@@ -34,8 +34,12 @@ def everyones(value: Result, group: Any = None) -> list[Result]:
     return values
 
 
-def on_rank_0(action: Callable[[], Result]) -> Result:
-    """Run ``action`` on rank 0 only; every rank gets its result, or raises its error. A collective."""
+def on_rank_0(action: Callable[[], Result], *, failure: str | None = None) -> Result:
+    """Run ``action`` on rank 0 only; every rank gets its result, or raises its error. A collective.
+
+    Args:
+        failure: what it means when the disk refuses: an OSError becomes the CheckpointError "FAILURE: …".
+    """
     import torch.distributed as dist
 
     outcome: list[Any] = [None, None]
@@ -43,7 +47,8 @@ def on_rank_0(action: Callable[[], Result]) -> Result:
         try:
             outcome[0] = action()
         except (ConfigError, DataError, CheckpointError, OSError) as error:
-            outcome[1] = error
+            disk = failure is not None and isinstance(error, OSError)
+            outcome[1] = CheckpointError(f"{failure}: {error}") if disk else error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]

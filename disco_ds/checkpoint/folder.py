@@ -11,26 +11,23 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disco_ds import files, run_layout
 from disco_ds.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 UNFINISHED = "tmp-"
+ENGINE = "engine"
+"""The folder of DeepSpeed's files in a checkpoint: its "tag"."""
 _NAME = re.compile(r"step-(\d{8,})")
 _BLOCK_BYTES = 1 << 22
 
-
 Progress = Callable[[str], object]
-
-
-def no_progress(_: str) -> None:
-    """Nobody looks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,20 @@ def find_all(path: Path) -> list[Path]:
     """Checkpoints at ``path``, newest first: itself, those in it, or those of the run whose folder it is."""
     if (path / MANIFEST).is_file():
         return [path]
-    return find_checkpoints(path) or find_checkpoints(path / "checkpoints")
+    return find_checkpoints(path) or find_checkpoints(path / run_layout.CHECKPOINTS)
+
+
+def find_some(path: Path) -> list[Path]:
+    """As :func:`find_all`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = find_all(path)
+    if not found:
+        what = "holds no checkpoint" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give a run's folder, its checkpoints folder, or a checkpoint")
+    return found
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -88,7 +98,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def faults(path: Path, part: int = 0, parts: int = 1, progress: Progress = no_progress) -> list[str]:
+def faults(path: Path, part: int = 0, parts: int = 1, progress: Progress = lambda what: None) -> list[str]:
     """What is wrong with a checkpoint, a line each; empty when every file has its size and SHA-256.
 
     Args:
@@ -117,6 +127,22 @@ def faults(path: Path, part: int = 0, parts: int = 1, progress: Progress = no_pr
     return wrong
 
 
+def newest_verified(found: list[Path], faults_of: Callable[[Path], list[str]] = faults) -> tuple[Path | None, str]:
+    """The first of ``found`` without faults, and those before it by name with what is wrong with them."""
+    passed_over: list[str] = []
+    for path in found:
+        wrong = faults_of(path)
+        if not wrong:
+            return path, "; ".join(passed_over)
+        passed_over.append(f"{path.name} ({first_few(wrong)})")
+    return None, "; ".join(passed_over)
+
+
+def first_few(lines: list[str], shown: int = 3) -> str:
+    """The first lines joined, and how many more there are."""
+    return "; ".join(lines[:shown]) + (f"; and {len(lines) - shown} more" if len(lines) > shown else "")
+
+
 def sha256(path: Path) -> str:
     """SHA-256 of a file, as hex."""
     digest = hashlib.sha256()
@@ -134,7 +160,7 @@ def expired(found: list[Path], *, keep: int, keep_every_steps: int | None) -> li
 def remove(path: Path) -> None:
     """Delete a checkpoint; its manifest goes first, so that a half-deleted one never counts as one."""
     (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    files.remove(path)
 
 
 def set_aside(folder: Path, after: int) -> Path | None:
@@ -168,25 +194,19 @@ def publish(unfinished: Path, target: Path, manifest: dict[str, Any]) -> None:
     Raises:
         OSError: the file system refuses; ``target`` is then as it was.
     """
-    content = unfinished / MANIFEST
-    with content.open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    files.replace_text(unfinished / MANIFEST, json.dumps(manifest, indent=1), sync=True)
     for folder in (*{path.parent for path in unfinished.rglob("*")}, unfinished):
-        flush_folder(folder)
+        _flush_folder(folder)
     if (target / MANIFEST).exists():
         target.rename(_new_aside(target.parent) / target.name)
     elif target.exists():  # half deleted
         remove(target)
     os.rename(unfinished, target)
-    flush_folder(target.parent)
+    _flush_folder(target.parent)
 
 
-def flush_folder(path: Path) -> None:
-    """Let a folder's entries reach the disk; without effect where folders cannot be opened (Windows)."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
+def _flush_folder(path: Path) -> None:
+    """Let a folder's entries reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,7 @@
 """A checkpoint into an engine with another number of ranks, precision or ZeRO stage (1 to 3).
 
-Every rank reads, of every parameter, the elements that its own partition holds.
+Every rank reads, of every parameter, the elements that its own partition holds. Where DeepSpeed's optimizers keep
+their vectors and what belongs where in them was read in deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def fill_engine(engine: Any, saved: SavedState) -> None:
     if stage == 0:
         raise CheckpointError(f"{saved.folder}: saved at ZeRO stage {saved.zero_stage}, cannot be loaded at stage 0")
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    trained = {name: tuple(_shape(p)) for p, name in names.items() if p.requires_grad}
-    there = {name: tuple(saved.shape(name)) for name in saved.trained}
+    trained = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in names.items() if p.requires_grad}
+    there = {name: tuple(parameter.shape) for name, parameter in saved.trained.items()}
     if trained != there:
         different = sorted(n for n in {*trained, *there} if trained.get(n) != there.get(n))
         first = different[0]
@@ -82,16 +83,15 @@ def _fill_vectors(optimizer: Any, saved: SavedState, vectors: list[Tensor], part
         vector.zero_()  # padding
     inner = optimizer.optimizer
     for number, place, name, first, last in parts:
-        vector = vectors[number]
+        vector, parameter = vectors[number], saved.trained[name]
         state = inner.state[vector]
-        if first < last:
-            vector[place : place + last - first].copy_(saved.read(name, FP32, first, last))
-        for key in saved.keys(name):
-            if key not in state:
+        for key in parameter.pieces:
+            if key != FP32 and key not in state:
                 state[key] = torch.zeros_like(vector)
+            target = vector if key == FP32 else state[key]
             if first < last:
-                state[key][place : place + last - first].copy_(saved.read(name, key, first, last))
-        for key, value in saved.scalars(name).items():
+                target[place : place + last - first].copy_(parameter.read(key, first, last))
+        for key, value in parameter.scalars.items():
             state[key] = value.clone() if torch.is_tensor(value) else value
 
 
@@ -124,7 +124,3 @@ def _fill_others(engine: Any, saved: SavedState) -> None:
         first = part * torch.distributed.get_rank()
         own = value.reshape(-1)[first : first + part]
         parameter.ds_tensor.view(-1)[: own.numel()].copy_(own)
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)

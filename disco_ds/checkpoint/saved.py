@@ -13,15 +13,14 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from disco_ds.checkpoint import folder as files
+from disco_ds import run_layout
+from disco_ds.checkpoint import folder as folders
 from disco_ds.checkpoint.state import SavedState
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import CheckpointError
 
 log = logging.getLogger("disco_ds")
 
-ENGINE = "engine"
-"""The folder of DeepSpeed's files in a checkpoint."""
 ARCHITECTURE = ("name", "config", "image_size", "context_length")
 """Fields of ModelConfig that decide which weights a model has."""
 
@@ -51,7 +50,7 @@ class SavedModel:
         Raises:
             CheckpointError: DeepSpeed's files are not laid out as expected.
         """
-        state = SavedState(self.path / ENGINE, self.manifest["zero_stage"]).weights()
+        state = SavedState(self.path / folders.ENGINE, self.manifest["zero_stage"]).weights()
         whole = {name: value.float() if value.is_floating_point() else value for name, value in state.items()}
         return open_clip_state_dict(whole)
 
@@ -67,7 +66,7 @@ def open_clip_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def holds_checkpoints(path: Path) -> bool:
     """Whether ``path`` is a run's folder, its checkpoints folder or a checkpoint."""
-    return path.is_dir() and bool(files.find_all(path))
+    return bool(folders.find_all(path))
 
 
 def find_saved(path: Path, checkpoint: str | None = None) -> SavedModel:
@@ -80,29 +79,23 @@ def find_saved(path: Path, checkpoint: str | None = None) -> SavedModel:
     Raises:
         CheckpointError: there is none, or it does not verify.
     """
-    found = files.find_all(path)
-    if not found:
-        what = "holds no checkpoint" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give a run's folder, its checkpoints folder, or a checkpoint")
+    found = folders.find_some(path)
     if checkpoint is not None:
         names = [candidate.name for candidate in found]
         if checkpoint not in names:
             raise CheckpointError(f"{path} has no checkpoint {checkpoint!r}; it has {', '.join(names)}")
         found = [found[names.index(checkpoint)]]
-    passed_over: list[str] = []
-    for candidate in found:
-        wrong = files.faults(candidate)
-        if not wrong:
-            if passed_over:
-                log.warning("checkpoints that do not verify were passed over: %s", "; ".join(passed_over))
-            return _described(candidate)
-        passed_over.append(f"{candidate.name} ({'; '.join(wrong[:3])})")
-    raise CheckpointError(f"{path}: no checkpoint verifies: {'; '.join(passed_over)}")
+    chosen, passed_over = folders.newest_verified(found)
+    if chosen is None:
+        raise CheckpointError(f"{path}: no checkpoint verifies: {passed_over}")
+    if passed_over:
+        log.warning("checkpoints that do not verify were passed over: %s", passed_over)
+    return _described(chosen)
 
 
 def _described(path: Path) -> SavedModel:
     """The checkpoint with its model: of the run's config.yaml, or of the manifest alone where that has gone."""
-    manifest, run = files.read_manifest(path), _run_file(path)
+    manifest, run = folders.read_manifest(path), _run_file(path)
     saved = {name: value for name, value in manifest["model"].items() if name in ModelConfig.model_fields}
     told = run.get("model", {})
     for name in ("name", "config"):
@@ -120,9 +113,8 @@ def _described(path: Path) -> SavedModel:
 
 def _run_file(checkpoint: Path) -> dict[str, Any]:
     """What the config.yaml of the run says whose ``checkpoints`` folder this checkpoint is in; {} without one."""
-    path = checkpoint.absolute().parent.parent / "config.yaml"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load((run_layout.run_of(checkpoint) / run_layout.CONFIG).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return {}
     return content if isinstance(content, dict) else {}

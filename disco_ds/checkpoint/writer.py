@@ -1,8 +1,8 @@
-"""How DeepSpeed's files reach the disk: flushed, hashed on the way, and a failure noted instead of raised.
+"""How DeepSpeed's files reach the disk: flushed, hashed on the way, and a failure kept instead of raised.
 
 DeepSpeed's ``save_checkpoint`` has barriers between its writes. Where one rank's disk is full and it raises, the others
-wait in the next barrier for ever. So a failed write is only noted here, every rank comes to the end, and all of them
-learn there that the save has failed.
+wait in the next barrier for ever. So a failed write is only kept in ``error``, every rank comes to the end, and all of
+them learn there that the save has failed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class _Hashed:
 
 @contextmanager
 def writing_with(engine: Any, writer: FileWriter) -> Iterator[None]:
-    """Let a DeepSpeedEngine save through ``writer``; its recovery scripts, which nothing here needs, are left out."""
+    """Let a DeepSpeedEngine save through ``writer``; its recovery scripts, which nothing here needs, are left out.
+
+    ``checkpoint_engine`` and ``_copy_recovery_script`` are as in deepspeed 0.19.8.
+    """
     before = engine.checkpoint_engine
     engine.checkpoint_engine = writer
     engine._copy_recovery_script = lambda save_path: None

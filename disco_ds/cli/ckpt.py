@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from disco_ds.checkpoint import folder as files
+from disco_ds.checkpoint import folder as folders
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import CheckpointError, ConfigError
 
@@ -78,20 +78,12 @@ def _command(commands: Any, run: Any, name: str, **texts: str) -> argparse.Argum
     return parser
 
 
-def _found(path: Path) -> list[Path]:
-    found = files.find_all(path)
-    if not found:
-        what = "holds no checkpoint" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give a run's folder, its checkpoints folder, or a checkpoint")
-    return found
-
-
 def _row(path: Path) -> dict[str, Any]:
     """What the manifest says, and the faults that show without reading the files."""
     try:
-        manifest = files.read_manifest(path)
+        manifest = folders.read_manifest(path)
     except CheckpointError as error:
-        return {"path": str(path), "step": files.step_of(path), "faults": [str(error)]}
+        return {"path": str(path), "step": folders.step_of(path), "faults": [str(error)]}
     sizes = {name: saved["bytes"] for name, saved in manifest["files"].items()}
     there = {name: (path / name).stat().st_size if (path / name).is_file() else None for name in sizes}
     return {
@@ -111,7 +103,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    rows = [_row(path) for path in _found(arguments.path)]
+    rows = [_row(path) for path in folders.find_some(arguments.path)]
     if arguments.json:
         print(json.dumps({"version": 1, "checkpoints": rows}, indent=1))
         return 0
@@ -129,9 +121,9 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    found = _found(arguments.path)
+    found = folders.find_some(arguments.path)
     with ThreadPoolExecutor(4) as pool:  # hashing and reading leave the interpreter free
-        faults = dict(zip(found, pool.map(files.faults, found), strict=True))
+        faults = dict(zip(found, pool.map(folders.faults, found), strict=True))
     if arguments.json:
         print(json.dumps({"version": 1, "faults": {str(path): wrong for path, wrong in faults.items()}}, indent=1))
     else:
@@ -147,23 +139,23 @@ def _prune(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--keep {arguments.keep}: at least 1 stays")
     if arguments.keep_every is not None and arguments.keep_every < 1:
         raise ConfigError(f"--keep-every {arguments.keep_every}: expected a number of steps, at least 1")
-    found = _found(arguments.path)
+    found = folders.find_some(arguments.path)
     if found == [arguments.path]:
         raise ConfigError(f"{arguments.path} is one checkpoint: give the run's folder, or delete it yourself")
-    whole = [path for path in found if not files.faults(path)]
+    whole = [path for path in found if not folders.faults(path)]
     if not whole:
         raise CheckpointError(
             f"none of the {len(found)} checkpoints verifies: nothing is deleted; see disco-ckpt verify"
         )
-    old = files.expired(whole, keep=arguments.keep, keep_every_steps=arguments.keep_every)
+    old = folders.expired(whole, keep=arguments.keep, keep_every_steps=arguments.keep_every)
     damaged = [path for path in found if path not in whole]
-    left = files.find_unfinished(found[0].parent)
+    left = folders.find_unfinished(found[0].parent)
     for path in [*old, *damaged, *left]:
         why = "damaged" if path in damaged else "never finished" if path in left else "old"
         if not arguments.json:
             print(f"{'would delete' if arguments.dry_run else 'deleting'} {path} ({why})")
         if not arguments.dry_run:
-            files.remove(path)
+            folders.remove(path)
     kept = [path for path in whole if path not in old]
     if arguments.json:
         deleted = [str(path) for path in [*old, *damaged, *left]]

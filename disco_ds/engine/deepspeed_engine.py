@@ -6,11 +6,14 @@ import logging
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from disco_ds.checkpoint.resume import load_checkpoint
+from disco_ds.checkpoint.save import Identity, RunState
 from disco_ds.config.schema import OptimizerConfig
 from disco_ds.engine.ds_config import EngineConfig, fill_buckets
 from disco_ds.engine.optimizer import build_optimizer
@@ -99,6 +102,13 @@ def build_engine(model: TwoTowers, config: OptimizerConfig, engine_config: Engin
     clamp_temperatures(engine, exact)
     _forget_trial_step(engine)
     return engine
+
+
+def resume_engine(engine: Any, checkpoint: Path, identity: Identity) -> RunState:
+    """As :func:`disco_ds.checkpoint.resume.load_checkpoint`, and the temperatures exact in every copy of them."""
+    state = load_checkpoint(engine, checkpoint, identity)
+    clamp_temperatures(engine)
+    return state
 
 
 def _forget_trial_step(engine: Any) -> None:

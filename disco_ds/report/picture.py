@@ -12,8 +12,8 @@ from disco_ds.evaluation.result import EvalResult, RankedImage
 from disco_ds.report.curves import FAINT, INK, draw_loss, draw_retrieval, draw_schedule, draw_zero_shot
 from disco_ds.report.grid import Grid
 from disco_ds.report.words import fit, installed_families, measurer, printable
+from disco_ds.run_layout import EVALS, METRICS
 from disco_ds.telemetry.jsonlines import read_lines
-from disco_ds.telemetry.sinks import EVAL_FILE, METRICS_FILE
 
 REPORT_FILE = "report.png"
 PAGE_FILE = "report.html"
@@ -78,7 +78,7 @@ def draw_report(run_dir: Path, samples: list[RankedImage]) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    metrics, evals = read_lines(run_dir / METRICS_FILE), read_lines(run_dir / EVAL_FILE)
+    metrics, evals = read_lines(run_dir / METRICS), read_lines(run_dir / EVALS)
     config = _config(run_dir)
     figure = Figure(figsize=(_WIDTH, 1), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)

@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from disco_ds.errors import ConfigError
-from disco_ds.run.recorder import MEMORY_FILE, SHOWN_FILE, STARTS_FILE
+from disco_ds.run_layout import CONFIG, EVALS, HELDOUT, MEMORY, METRICS, RESULT, STARTS
 from disco_ds.telemetry.jsonlines import read_lines
 
 Lines = list[dict[str, Any]]
 
-_MARKS = ("config.yaml", "metrics.jsonl", "eval.jsonl", "result.json", STARTS_FILE)
+_MARKS = (CONFIG, METRICS, EVALS, RESULT, STARTS)
 """A folder with one of these is a run's."""
 _LARGEST = 1e300
 
@@ -160,12 +160,12 @@ def _read(path: Path, label: str) -> RunFolder:
     run = RunFolder(path, label)
     run.config = _mapping(run, "config.yaml")
     run.metrics, run.evals = _lines(run, "metrics.jsonl"), _lines(run, "eval.jsonl")
-    run.starts = _lines(run, STARTS_FILE)
+    run.starts = _lines(run, STARTS)
     if not run.config and run.starts and isinstance(run.starts[-1].get("config"), dict):
         run.config = run.starts[-1]["config"]
     # steps that a resumed run has made again are in the file twice
     run.skipped = list({line["step"]: line for line in _lines(run, "skipped.jsonl")}.values())
-    run.memory, run.shown, run.result = (_mapping(run, name) for name in (MEMORY_FILE, SHOWN_FILE, "result.json"))
+    run.memory, run.shown, run.result = (_mapping(run, name) for name in (MEMORY, HELDOUT, RESULT))
     return run
 
 

@@ -17,7 +17,7 @@ from disco_ds.report.curves import smoothed
 from disco_ds.report.differences import ABSENT, differences, flat, settings, settings_of_start
 from disco_ds.report.run_folder import RunFolder, number
 from disco_ds.report.style import GIB
-from disco_ds.telemetry.sinks import duration
+from disco_ds.telemetry.console import duration
 
 _ROWS = 50  # of skipped steps; more are counted
 _DIRECTIONS = (("image_to_text", "image → text"), ("text_to_image", "text → image"))

@@ -14,21 +14,21 @@ import torch
 import torch.distributed as dist
 
 from disco_ds.checkpoint.folder import set_aside
-from disco_ds.checkpoint.resume import Identity, RunState, check_resumable, choose_checkpoint, load_checkpoint
+from disco_ds.checkpoint.resume import check_resumable, choose_checkpoint
+from disco_ds.checkpoint.save import Identity, RunState
 from disco_ds.config.schema import RunConfig, total_steps
 from disco_ds.data.cursor import check_stream
 from disco_ds.data.heldout import probe, read_heldout
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import TrainStream
 from disco_ds.distributed import on_rank_0
-from disco_ds.engine.deepspeed_engine import build_engine, collective_timeout, configure_checkpointing
+from disco_ds.engine.deepspeed_engine import build_engine, collective_timeout, configure_checkpointing, resume_engine
 from disco_ds.engine.ds_checks import read_ds_config, uses_deepspeed_checkpointing
 from disco_ds.engine.ds_config import EngineConfig, resolve
 from disco_ds.engine.optimizer import check_optimizer
 from disco_ds.engine.schedule import Schedule, build_schedule
 from disco_ds.engine.step import TrainStep
-from disco_ds.engine.temperature import clamp_temperatures
-from disco_ds.errors import CheckpointError, ConfigError
+from disco_ds.errors import ConfigError
 from disco_ds.evaluation.evaluate import check_evaluation
 from disco_ds.loss.contrastive import build_loss
 from disco_ds.model.build import build_model
@@ -126,16 +126,21 @@ def prepare(
     state = RunState(step=0, samples_seen=0, cursor=None)
     if checkpoint is not None:
         watchdog.note(f"starts: reads {checkpoint.name}")
-        state = load_checkpoint(engine, checkpoint, identity)
-        clamp_temperatures(engine)  # the model still has the values that it was built with
+        state = resume_engine(engine, checkpoint, identity)
     stream = TrainStream(
         config.data, global_batch=global_batch, rank=rank, world_size=world_size, seed=config.seed,
         transform=transform, tokenizer=tokenizer, cursor=state.cursor,
     )  # fmt: skip
     telemetry = Telemetry(
-        folder, config.logging, rank=rank, total_steps=steps, start_step=state.step,
-        name=config.name, run_config=config.model_dump(mode="json"),
-    )  # fmt: skip
+        folder,
+        tensorboard=config.logging.tensorboard,
+        wandb=config.logging.wandb,
+        rank=rank,
+        total_steps=steps,
+        start_step=state.step,
+        name=config.name,
+        run_config=config.model_dump(mode="json"),
+    )
     run = Run(
         config=config, folder=folder, engine_config=engine_config, engine=engine, tokenizer=tokenizer, stream=stream,
         train_step=_train_step(config, engine_config, engine, device), schedule=schedule, telemetry=telemetry,
@@ -145,7 +150,7 @@ def prepare(
     aside = None if checkpoint is None else _leave_behind(checkpoint, state.step, run.checkpoints)
     if rank == 0:
         (folder / "config.yaml").write_text(_as_it_runs(config, engine_config).to_yaml())
-        telemetry.say("\n".join(describe(run, checkpoint, planned, aside)))
+        telemetry.message("\n".join(describe(run, checkpoint, planned, aside)))
     return run
 
 
@@ -165,14 +170,7 @@ def _leave_behind(checkpoint: Path, step: int, folder: Path) -> Path | None:
     """Move aside what the run has saved on a way that it does not take: after the checkpoint that it goes on from, or,
     where that one is from elsewhere, all of it."""
     after = step if checkpoint.resolve().parent == folder.resolve() else -1
-
-    def act() -> Path | None:
-        try:
-            return set_aside(folder, after)
-        except OSError as error:
-            raise CheckpointError(f"what is in {folder} could not be moved aside: {error}") from error
-
-    return on_rank_0(act)
+    return on_rank_0(lambda: set_aside(folder, after), failure=f"what is in {folder} could not be moved aside")
 
 
 def _check_cheaply(
@@ -188,7 +186,7 @@ def _check_cheaply(
             f"run has ZeRO {engine_config.zero_stage} and micro-batches: {engine_config.batch.accumulation}; leave it "
             "at auto"
         )
-    check_logging(config.logging)
+    check_logging(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
     check_evaluation(config.evaluation)
     sources = on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
     checkpoint = choose_checkpoint(config.resume, folder / "checkpoints", lambda what: watchdog.note(f"starts: {what}"))

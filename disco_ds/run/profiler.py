@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from disco_ds.engine.phases import PhaseTimer
+from disco_ds.run_layout import PROFILE
 
 if TYPE_CHECKING:
     from disco_ds.run.prepare import Run
 
 _log = logging.getLogger(__name__)
 
-FOLDER = "profile"
 WARM_UP_STEPS = 3
 """Steps of a run before the profiler starts; one more passes with it on and is not kept."""
 _MEMORY_EVENTS = 200_000  # of the allocator, newest kept: some dozens of steps
@@ -46,12 +46,12 @@ class Profiler:
         self.run, self.count = run, min(count, left - 1)
         # the last step before those that are kept has the profiler on already: its own start takes time
         self.first = run.state.step + max(min(WARM_UP_STEPS, left - self.count - 1), 0)
-        self.folder = run.folder / FOLDER / f"step-{self.first + 2:08d}"
+        self.folder = run.folder / PROFILE / f"step-{self.first + 2:08d}"
         self._torch: Any = None
         self._timer: PhaseTimer | None = None
         self._done = self.count < 1
         if count and self._done:
-            run.telemetry.say(f"no profile: the run has {max(left, 0)} steps left, and the first is for warming up")
+            run.telemetry.message(f"no profile: the run has {max(left, 0)} steps left, and the first is for warming up")
 
     def step(self) -> float:
         """A step begins. Before the first one to keep the profiler starts, after the last one it writes its files.
@@ -113,7 +113,7 @@ class Profiler:
         if self.run.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
-        self.run.telemetry.say(_words(self.folder, trace, snapshot if snapshot.exists() else None))
+        self.run.telemetry.message(_words(self.folder, trace, snapshot if snapshot.exists() else None))
 
     def _stop(self) -> None:
         if self._timer is not None:

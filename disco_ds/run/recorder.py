@@ -8,22 +8,19 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+
+from disco_ds.files import append_line, replace_text
+from disco_ds.run_layout import HELDOUT, MEMORY, STARTS
 
 if TYPE_CHECKING:
     from disco_ds.evaluation.result import EvalResult, RankedImage
     from disco_ds.planner.auto import Measured
     from disco_ds.planner.memory import Prediction
     from disco_ds.run.prepare import Run
-
-STARTS_FILE = "starts.jsonl"
-MEMORY_FILE = "memory.json"
-SHOWN_FILE = "heldout.json"
 
 _LONGEST = 500  # characters of a caption
 _LOSSLESS_BELOW = 64  # pixels a side: JPEG smears small drawings, and PNG of them is small
@@ -50,8 +47,8 @@ def record_start(run: Run) -> None:
         "config": run.config.model_dump(mode="json"),
         "ds_config": run.engine_config.deepspeed,
     }
-    with run.telemetry.surviving(STARTS_FILE):
-        _append_line(run.folder / STARTS_FILE, json.dumps(start, ensure_ascii=False, default=str))
+    with run.telemetry.log_and_continue(STARTS):
+        append_line(run.folder / STARTS, json.dumps(start, ensure_ascii=False, default=str))
 
 
 def record_memory(run: Run, prediction: Prediction, measured: Measured) -> None:
@@ -64,15 +61,15 @@ def record_memory(run: Run, prediction: Prediction, measured: Measured) -> None:
         "reserved": measured.reserved,
         "counted": measured.categories,
     }
-    with run.telemetry.surviving(MEMORY_FILE):
-        _replace(run.folder / MEMORY_FILE, json.dumps(content, indent=1) + "\n")
+    with run.telemetry.log_and_continue(MEMORY):
+        replace_text(run.folder / MEMORY, json.dumps(content, indent=1) + "\n")
 
 
 def record_shown(run: Run, result: EvalResult) -> None:
     """Write ``heldout.json``: the images that the newest evaluation shows, with the captions ranked first."""
     content = {"step": run.state.step, "images": [_shown(image) for image in result.samples]}
-    with run.telemetry.surviving(SHOWN_FILE):
-        _replace(run.folder / SHOWN_FILE, json.dumps(content) + "\n")
+    with run.telemetry.log_and_continue(HELDOUT):
+        replace_text(run.folder / HELDOUT, json.dumps(content) + "\n")
 
 
 def _shown(image: RankedImage) -> dict[str, Any]:
@@ -108,16 +105,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
-
-
-def _append_line(path: Path, line: str) -> None:
-    """Append a line, on a line of its own even where a kill has torn the one before."""
-    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * torn + line + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)

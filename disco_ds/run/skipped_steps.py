@@ -10,9 +10,10 @@ from torch import Tensor
 
 from disco_ds.distributed import everyones
 from disco_ds.errors import DivergedError
+from disco_ds.files import append_line
+from disco_ds.run_layout import SKIPPED
 from disco_ds.telemetry.sinks import Telemetry
 
-SKIPPED_FILE = "skipped.jsonl"
 _KEYS_SHOWN = 8
 
 
@@ -28,7 +29,7 @@ class Skips:
 
     def __init__(self, telemetry: Telemetry, control: Any, allowed: int, total: int = 0, in_a_row: int = 0) -> None:
         self.telemetry, self.control, self.allowed = telemetry, control, allowed
-        self.path = telemetry.run_dir / SKIPPED_FILE
+        self.path = telemetry.run_dir / SKIPPED
         self.total, self.in_a_row = total, in_a_row
 
     def note(self, step: int, skipped: bool, bad_rows: Tensor, keys: list[str]) -> str | None:
@@ -51,8 +52,8 @@ class Skips:
         bad = [key for key, is_bad in zip(keys, bad_rows.tolist(), strict=True) if is_bad]
         by_rank = {rank: found for rank, found in enumerate(everyones(bad, self.control)) if found}
         if dist.get_rank() == 0:
-            with self.telemetry.surviving(SKIPPED_FILE), self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "samples": by_rank}) + "\n")
+            with self.telemetry.log_and_continue(SKIPPED):
+                append_line(self.path, json.dumps({"step": step, "samples": by_rank}))
         shown = [f"{key} (rank {rank})" for rank, found in by_rank.items() for key in found][:_KEYS_SHOWN]
         total = sum(map(len, by_rank.values()))
         what = (

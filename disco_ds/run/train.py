@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disco_ds.checkpoint.resume import Retention, save_checkpoint
+from disco_ds.checkpoint.save import save_checkpoint
 from disco_ds.data.cursor import merge_states
 from disco_ds.data.stream import Batch
 from disco_ds.distributed import any_rank, everyones, mean_over_ranks
@@ -57,7 +57,7 @@ def train(run: Run) -> None:
         message = skips.note(state.step, outcome.skipped, outcome.bad_rows, batch.keys)
         state.skipped, state.skipped_in_a_row = skips.total, skips.in_a_row
         if message is not None:
-            run.telemetry.say(message)
+            run.telemetry.message(message)
         if state.step == MEMORY_STEP:
             compare_memory(run)
         last = state.step == run.schedule.steps
@@ -75,7 +75,7 @@ def train(run: Run) -> None:
             profiler.close()
         if stopping and not last:
             again = "the same command" if config.resume == "auto" else "the same command with --resume auto"
-            run.telemetry.say(f"stopped by SIGTERM at step {state.step}, saved; {again} goes on from here")
+            run.telemetry.message(f"stopped by SIGTERM at step {state.step}, saved; {again} goes on from here")
             run.telemetry.close()
             run.watchdog.close()
             return
@@ -89,14 +89,14 @@ def compare_memory(run: Run) -> None:
     try:
         prediction = live.predict_run(run.config, run.engine_config, device=run.device)
     except Exception as error:  # a model that cannot be traced is no reason to stop: this is advice
-        run.telemetry.say(f"memory: not predicted ({error})")
+        run.telemetry.message(f"memory: not predicted ({error})")
         return
     measured = live.measure(run.engine, run.device)
     record_memory(run, prediction, measured)
     line, warning = live.compare(prediction, measured)
-    run.telemetry.say(line)
+    run.telemetry.message(line)
     if warning is not None:
-        run.telemetry.say(warning)
+        run.telemetry.message(warning)
 
 
 def finish(run: Run, result: EvalResult | None) -> None:
@@ -106,14 +106,14 @@ def finish(run: Run, result: EvalResult | None) -> None:
     if dist.get_rank() == 0:
         metrics = {} if result is None else result.metrics
         outcome = {"steps": run.state.step, "samples_seen": run.state.samples_seen, **metrics}
-        with run.telemetry.surviving("result.json"):
+        with run.telemetry.log_and_continue("result.json"):
             (run.folder / "result.json").write_text(json.dumps(outcome, indent=1) + "\n")
         report = None
-        with run.telemetry.surviving("report.png"):
+        with run.telemetry.log_and_continue("report.png"):
             report = write_report(run.folder, result)
         page = write_page(run.folder)
         made = [f"picture: {report}"] * bool(report) + [f"report: {page}"] * bool(page)
-        run.telemetry.say("; ".join([f"finished {run.folder}", *made]))
+        run.telemetry.message("; ".join([f"finished {run.folder}", *made]))
     run.telemetry.close()
     run.watchdog.close()
     dist.barrier(group=run.control)
@@ -161,12 +161,14 @@ def save(run: Run, *, must_succeed: bool) -> None:
     state = replace(run.state, cursor=merge_states(everyones(run.stream.state(), run.control)))
     kept = run.config.checkpoint
     try:
-        save_checkpoint(run.engine, run.checkpoints, state, run.identity, Retention(kept.keep, kept.keep_every_steps))
+        save_checkpoint(
+            run.engine, run.checkpoints, state, run.identity, keep=kept.keep, keep_every_steps=kept.keep_every_steps
+        )
     except CheckpointError as error:
         if must_succeed:
             raise
         run.failed_saves += 1
-        run.telemetry.say(f"WARNING: {error}. Training goes on; the checkpoints before it are as they were")
+        run.telemetry.message(f"WARNING: {error}. Training goes on; the checkpoints before it are as they were")
 
 
 class Signals:

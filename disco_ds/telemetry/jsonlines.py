@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from disco_ds.files import replacing
+
 
 class JsonLines:
-    """A file of JSON objects, one a line, whose ``step`` is unique and increasing.
+    """The file of a run that is going on.
 
     Args:
         path: the file; lines of it after ``start_step``, out of order or unreadable move to ``<stem>.dropped.jsonl``.
@@ -74,19 +76,14 @@ def set_aside_after(path: Path, step: int) -> int | None:
         else:
             dropped.append(line + b"\n")
     if dropped or not path.read_bytes().endswith(b"\n"):
-        _write_safely(path.with_name(f"{path.stem}.dropped.jsonl"), dropped, "ab")
-        fresh = path.with_name(f".{path.name}.new")
-        _write_safely(fresh, kept, "wb")
-        os.replace(fresh, path)
+        if dropped:
+            with path.with_name(f"{path.stem}.dropped.jsonl").open("ab") as file:
+                file.writelines(dropped)
+                file.flush()
+                os.fsync(file.fileno())
+        with replacing(path, sync=True) as unfinished:
+            unfinished.write_bytes(b"".join(kept))
     return last
-
-
-def _write_safely(path: Path, lines: list[bytes], mode: str) -> None:
-    if lines or mode == "wb":
-        with path.open(mode) as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _step_of(line: bytes) -> int | None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from disco_ds.checkpoint.resume import Identity, Retention, RunState, load_checkpoint, save_checkpoint
+from disco_ds.checkpoint.save import Identity, RunState, save_checkpoint
 from disco_ds.checkpoint.state import FP32, SavedState
-from disco_ds.engine.temperature import clamp_temperatures
+from disco_ds.engine.deepspeed_engine import resume_engine
 from tests.helpers.engines import BATCH, build, own_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TINY_RESNET, TINY_VOCAB, tiny_batch
@@ -81,7 +81,7 @@ def save_all(folder, cases):
         steps(step, (1, 2, 3))
         stage = CASES[case]["stage"]
         run = identity(stage, CASES[case].get("precision", "fp32"))
-        save_checkpoint(engine, Path(folder) / case, RunState(3, 3 * BATCH, None), run, Retention(1))
+        save_checkpoint(engine, Path(folder) / case, RunState(3, 3 * BATCH, None), run, keep=1)
         content = everything(engine, states(case)) if stage else None
         held[case] = (content, steps(step, (4, 5)))
         engine.destroy()
@@ -96,8 +96,7 @@ def load_all(folder, cases):
         ways += [(CASES[case]["stage"], LOADED_IN[case])] if case in LOADED_IN else []
         for stage, precision in ways:
             engine, step = build(**{**CASES[case], "stage": stage, "precision": precision})
-            state = load_checkpoint(engine, Path(folder) / case / "step-00000003", identity(stage, precision))
-            clamp_temperatures(engine)
+            state = resume_engine(engine, Path(folder) / case / "step-00000003", identity(stage, precision))
             assert (state.step, state.samples_seen) == (3, 3 * BATCH)
             assert engine.global_steps == 3
             content = everything(engine, states(case)) if stage else None

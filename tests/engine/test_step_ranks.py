@@ -100,12 +100,11 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_leaves_nothing():
 
 def counted(folder):
     """The bookkeeping around skipped steps."""
-    from disco_ds.config.schema import LoggingConfig
     from disco_ds.errors import DivergedError
     from disco_ds.run.skipped_steps import Skips
     from disco_ds.telemetry.sinks import Telemetry
 
-    skips = Skips(Telemetry(folder, LoggingConfig(), rank=dist.get_rank()), None, 2)
+    skips = Skips(Telemetry(folder, rank=dist.get_rank()), None, 2)
     bad = torch.tensor([False, dist.get_rank() == 1])
     keys = [f"s.tar#{dist.get_rank()}a", f"s.tar#{dist.get_rank()}b"]
     messages = [skips.note(step, step != 2, bad, keys) for step in (1, 2, 3, 4)]

@@ -234,7 +234,7 @@ def small_disk(folder: Path, size: int):
         finally:
             subprocess.run(["umount", "-l", str(folder)], check=True)
         return
-    from disco_ds.checkpoint.resume import writer as checkpoint_writer
+    from disco_ds.checkpoint import writer as checkpoint_writer
 
     whole = checkpoint_writer._Hashed.write
 

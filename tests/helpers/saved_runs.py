@@ -42,7 +42,7 @@ def probe():
 
 def save_runs(folder, cases):
     """Two steps, a checkpoint and a config.yaml for each case; (image features, text features, scale, bias) by case."""
-    from disco_ds.checkpoint.resume import Identity, Retention, RunState, save_checkpoint
+    from disco_ds.checkpoint.save import Identity, RunState, save_checkpoint
 
     given = {}
     for case in cases:
@@ -52,7 +52,7 @@ def save_runs(folder, cases):
             step(images[own_rows()], texts[own_rows()])
         identity = Identity(dist.get_world_size(), RUNS[case]["stage"], "fp32", 8, model_of(case), "adamw")
         run = Path(folder) / case
-        save_checkpoint(engine, run / "checkpoints", RunState(2, 2 * BATCH, None), identity, Retention(1))
+        save_checkpoint(engine, run / "checkpoints", RunState(2, 2 * BATCH, None), identity, keep=1)
         if dist.get_rank() == 0:
             content = {"name": case, "steps": 2, "data": {"train": "gone"}, "model": model_of(case)}
             (run / "config.yaml").write_text(yaml.safe_dump(content))

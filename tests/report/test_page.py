@@ -312,13 +312,13 @@ class TestParts:
 
 
 def test_a_start_that_a_kill_has_torn_does_not_take_the_next_one_with_it(tmp_path):
-    from disco_ds.run.recorder import _append_line
+    from disco_ds.files import append_line
 
     path = tmp_path / "starts.jsonl"
     for line in ('{"step": 0}', '{"step": 5}'):
-        _append_line(path, line)
+        append_line(path, line)
     path.write_bytes(path.read_bytes() + b'{"step": 9, "con')
-    _append_line(path, '{"step": 8}')
+    append_line(path, '{"step": 8}')
     assert [each["step"] for each in read_lines(path)] == [0, 5, 8]
 
 
@@ -337,7 +337,7 @@ def test_the_comparison_of_memory_as_a_run_writes_it(tmp_path, capsys):
     measured = Measured(int(planned * 1.08), int(planned * 1.2), {"parameters": 303 << 20, "optimizer": 1 << 28})
     run = make_run(tmp_path / "run")
     (run / "memory.json").unlink()
-    telemetry = SimpleNamespace(surviving=lambda what: nullcontext())
+    telemetry = SimpleNamespace(log_and_continue=lambda what: nullcontext())
     record_memory(SimpleNamespace(folder=run, state=SimpleNamespace(step=3), telemetry=telemetry), prediction, measured)
     parts = memory_parts(read_runs([run])[0])
     assert sum(parts["planned"].values()) == prediction.peak_bytes - (1 << 30)

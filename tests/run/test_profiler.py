@@ -104,7 +104,7 @@ def fake_run(folder, steps, device="cpu"):
         schedule=SimpleNamespace(steps=steps),
         state=SimpleNamespace(step=0),
         train_step=SimpleNamespace(timer=PhaseTimer(torch.device("cpu"))),
-        telemetry=SimpleNamespace(say=said.append),
+        telemetry=SimpleNamespace(message=said.append),
         watchdog=SimpleNamespace(note=lambda text: None),
         said=said,
     )

@@ -10,17 +10,17 @@ import socket
 import subprocess
 import sys
 import types
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from disco_ds.config.schema import LoggingConfig
 from disco_ds.errors import ConfigError
+from disco_ds.telemetry.console import duration
 from disco_ds.telemetry.jsonlines import JsonLines, read_lines, set_aside_after
-from disco_ds.telemetry.sinks import Telemetry, check_logging, duration
+from disco_ds.telemetry.sinks import Telemetry, check_logging
 from tests.helpers.ranks import ROOT, rank_environment
 
 METRICS = {
@@ -31,7 +31,7 @@ METRICS = {
 
 def telemetry(folder, **options):
     stream = io.StringIO()
-    return Telemetry(folder, options.pop("config", LoggingConfig()), stream=stream, **options), stream
+    return Telemetry(folder, stream=stream, **options), stream
 
 
 def steps_of(path):
@@ -69,7 +69,7 @@ class TestConsole:
     def test_no_control_characters(self, tmp_path):
         log, stream = telemetry(tmp_path, total_steps=20)
         log.log(10, METRICS)
-        log.say("saved checkpoint step10")
+        log.message("saved checkpoint step10")
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", stream.getvalue())
 
     @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ class TestJsonLines:
                 full.close()
 
     def test_resume_sets_later_lines_aside(self, tmp_path):
-        with telemetry(tmp_path)[0] as log:
+        with closing(telemetry(tmp_path)[0]) as log:
             for step in range(10, 60, 10):
                 log.log(step, {"loss": float(step)})
                 log.log_eval(step, {"val/pairs": step})
-        with telemetry(tmp_path, start_step=30)[0] as log:
+        with closing(telemetry(tmp_path, start_step=30)[0]) as log:
             log.log(40, {"loss": -1.0})
         assert [(line["step"], line["loss"]) for line in read_lines(tmp_path / "metrics.jsonl")] == [
             (10, 10.0), (20, 20.0), (30, 30.0), (40, -1.0),
@@ -130,7 +130,7 @@ class TestJsonLines:
         assert steps_of(tmp_path / "metrics.dropped.jsonl") == [40, 50]
         assert steps_of(tmp_path / "eval.jsonl") == [10, 20, 30]
         assert steps_of(tmp_path / "eval.dropped.jsonl") == [40, 50]
-        with telemetry(tmp_path, start_step=0)[0]:
+        with closing(telemetry(tmp_path, start_step=0)[0]):
             assert steps_of(tmp_path / "metrics.jsonl") == []
         assert steps_of(tmp_path / "metrics.dropped.jsonl") == [40, 50, 10, 20, 30, 40]
 
@@ -184,7 +184,7 @@ class TestJsonLines:
         log, stream = telemetry(tmp_path / "run", rank=1)
         log.log(1, METRICS)
         log.log_eval(1, METRICS, "words")
-        log.say("words")
+        log.message("words")
         log.close()
         assert not (tmp_path / "run").exists()
         assert stream.getvalue() == ""
@@ -194,7 +194,7 @@ class TestSinks:
     def test_tensorboard_gets_the_same_names_and_hides_steps_done_again(self, tmp_path):
         accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         for start, steps in ((0, range(10, 60, 10)), (30, range(40, 60, 10))):
-            with telemetry(tmp_path, start_step=start, config=LoggingConfig(tensorboard=True))[0] as log:
+            with closing(telemetry(tmp_path, start_step=start, tensorboard=True)[0]) as log:
                 for step in steps:
                     log.log(step, {**METRICS, "loss": float(step + start), "note": "text"})
                 log.log_eval(steps[-1], {"val/image_to_text_R@10": 0.5})
@@ -222,9 +222,8 @@ class TestSinks:
 
         monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
         for start in (0, 10):
-            with telemetry(
-                tmp_path, start_step=start, config=LoggingConfig(wandb="clip"), name="n", run_config={"seed": 1}
-            )[0] as log:
+            run = {"name": "n", "run_config": {"seed": 1}}
+            with closing(telemetry(tmp_path, start_step=start, wandb="clip", **run)[0]) as log:
                 log.log(start + 10, {"loss": 1.5, "note": "text"})
         inits = [call[1] for call in calls if call[0] == "init"]
         assert [options["project"] for options in inits] == ["clip", "clip"]
@@ -235,19 +234,19 @@ class TestSinks:
         assert calls[-1] == ("finish",)
 
     @pytest.mark.parametrize(
-        ("config", "module", "extra"),
+        ("wanted", "module", "extra"),
         [
-            (LoggingConfig(tensorboard=True), "torch.utils.tensorboard", "tensorboard"),
-            (LoggingConfig(wandb="clip"), "wandb", "wandb"),
+            ({"tensorboard": True}, "torch.utils.tensorboard", "tensorboard"),
+            ({"wandb": "clip"}, "wandb", "wandb"),
         ],
     )
-    def test_a_missing_extra_is_named_on_every_rank(self, tmp_path, monkeypatch, config, module, extra):
+    def test_a_missing_extra_is_named_on_every_rank(self, tmp_path, monkeypatch, wanted, module, extra):
         monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
         for rank in (0, 1):
             with pytest.raises(ConfigError, match=rf"pip install 'disco-ds\[{extra}\]'"):
-                telemetry(tmp_path / "run", rank=rank, config=config)
+                telemetry(tmp_path / "run", rank=rank, **wanted)
         assert not (tmp_path / "run").exists()
-        check_logging(LoggingConfig())
+        check_logging(tensorboard=False, wandb=None)
 
 
 QUIET_PROGRAM = """
