@@ -82,10 +82,9 @@ def fail(error: Exception) -> NoReturn:
     Most mistakes are seen by all ranks alike; rank 0 tells those. A rank that sees another one, since a file is missing
     on its machine alone, say, tells it too. Before the ranks know each other, the first of each machine speaks.
     """
-    import torch.distributed as dist
-
     message = str(error)
-    if not dist.is_available() or not dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # not imported: the command line was refused before that
+    if dist is None or not dist.is_available() or not dist.is_initialized():
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _print(message)
     elif rank() == 0:

@@ -20,7 +20,8 @@ import pytest
 import yaml
 
 from disco_ds.cli import plan as plan_command
-from disco_ds.config import read as options
+from disco_ds.cli.train import parse
+from disco_ds.config.read import find_ds_config
 from tests.helpers.ranks import ROOT, rank_environment
 from tests.helpers.shards import image_bytes
 from tests.helpers.tiny import TINY
@@ -67,11 +68,9 @@ def check(words: list[str]) -> None:
     if "launch/train.py" in words:
         rest = words[words.index("launch/train.py") + 1 :]
         if "--help" not in rest:
-            config, launch = options.parse(
-                rest, prog="launch/train.py", demo=ROOT / "disco_ds" / "config" / "demo.yaml"
-            )
+            config, launch = parse(rest)
             assert config.data.train
-            assert launch.ds_config is None or Path(launch.ds_config).is_file(), launch.ds_config
+            assert find_ds_config(launch.ds_config).is_file()
     elif program == "torchrun" and "disco_ds.cli.eval" in words:
         check(["disco-eval", *words[words.index("disco_ds.cli.eval") + 1 :]])
     elif program == "disco-plan" and words[1] != "trace":

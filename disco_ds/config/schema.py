@@ -1,8 +1,8 @@
 """What a run is: one pydantic model, its defaults, and what each field means.
 
 A run is described by a YAML or JSON file (``--config run.yaml``), by dotted flags (``--model.name ViT-B-32``), or by
-both, flags last: :mod:`disco_ds.config.read` reads them. The docstring under a field is its ``--help`` text. What
-DeepSpeed itself decides (ZeRO stage, buckets, offload) stays in the ds_config and is not repeated here.
+both, flags last. Name, type, default and docstring of a field are its flag, its ``--help`` text and its row in
+docs/options.md. What DeepSpeed itself decides (ZeRO stage, buckets, offload) stays in the ds_config.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    Json,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -36,12 +37,23 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
 
+class LaunchConfig(_Section):
+    """What is said on the command line alone, not in a run file."""
+
+    config: Path | None = None
+    """Run file, YAML or JSON, with the fields below; flags win over it. Neither this nor data.train: the demo."""
+    ds_config: str = "zero2"
+    """DeepSpeed's config: a JSON file, or a shipped one by name: zero0, zero1, zero2, zero3, zero2_offload, …"""
+    plan: Literal["auto"] | None = None
+    """auto: the planner fills what is left open, for the device that it finds."""
+
+
 class ModelConfig(_Section):
     """The two towers."""
 
     name: str = "ViT-B-32"
     """An open_clip model name (open_clip.list_models()), "demo" (shipped here), or a path to an open_clip JSON."""
-    config: dict[str, Any] | None = None
+    config: dict[str, Any] | Json[dict[str, Any]] | None = None
     """The model itself, as the content of an open_clip JSON (embed_dim, vision_cfg, text_cfg); name is then a label."""
     pretrained: str | None = None
     """Initial weights: an open_clip tag, .pt or .safetensors file, local-dir: or hf-hub: folder, or a run's folder."""
@@ -54,7 +66,7 @@ class ModelConfig(_Section):
     checkpointing: str = Field("none", pattern=r"^(none|full|every:[1-9]\d*|ops|offload)$")
     """Activations: none, full, every:K (recompute all or every K-th block), ops (keep products), offload (to host)."""
     patch_dropout: float | None = Field(None, ge=0, lt=1)
-    """Fraction of image patches dropped in training (FLIP, arXiv 2212.00794). None: as the model's config says."""
+    """Fraction of image patches dropped in training (FLIP, arXiv 2212.00794). null: as the model's config says."""
 
 
 class DataConfig(_Section):
@@ -63,9 +75,9 @@ class DataConfig(_Section):
     train: str | list[str] = Field(min_length=1)
     """Training shards: "demo", tar path or URL, brace list "/data/{000..099}.tar", glob, folder, .txt list; or some."""
     weights: list[float] | None = None
-    """Share of each entry of train in the stream. None: all shards are one list, each sample equally often."""
+    """Share of each entry of train in the stream. null: all shards are one list, each sample equally often."""
     val: str | list[str] | None = None
-    """Held-out shards, in the same forms. None: no evaluation."""
+    """Held-out shards, in the same forms. null: no evaluation."""
     image_key: str = "jpg;jpeg;png;webp"
     """Extensions that hold the image, first match wins, any case; separated by ";"."""
     caption_key: str = "txt"
@@ -75,7 +87,7 @@ class DataConfig(_Section):
     shuffle: PositiveInt = 8192
     """Samples held in memory for shuffling, over all ranks (encoded: about 50 KB each for 256-pixel JPEGs)."""
     lanes: PositiveInt | None = None
-    """Read positions in the stream; a multiple of every number of GPUs to be used. None: from global_batch."""
+    """Read positions in the stream; a multiple of every number of GPUs to be used. null: from global_batch."""
     augment: Literal["crop", "resize"] = "crop"
     """Training transform: open_clip's random resized "crop" (scale 0.9 to 1), or "resize" as in evaluation."""
     max_bad_fraction: float = Field(0.5, ge=0, le=1)
@@ -85,7 +97,7 @@ class DataConfig(_Section):
     min_image_size: NonNegativeInt = 0
     """Images whose shorter side has fewer pixels are dropped (tiny_image). 0: none."""
     max_aspect: float | None = Field(None, ge=1)
-    """Images whose longer side is more than this many times the shorter are dropped (extreme_aspect). None: none."""
+    """Images whose longer side is more than this many times the shorter are dropped (extreme_aspect). null: none."""
     clean_captions: bool = False
     """Unescape HTML entities in captions, and take out control characters and runs of white space."""
     background: str = "white"
@@ -97,7 +109,7 @@ class DataConfig(_Section):
     retry_s: NonNegativeFloat = 1.0
     """Seconds before the first further attempt, give or take half; doubled for each one after it."""
     index: str | None = None
-    """Folder of the indices that "disco-data index --out" wrote. None: they are looked for beside the shards."""
+    """Folder of the indices that "disco-data index --out" wrote. null: they are looked for beside the shards."""
 
     @model_validator(mode="after")
     def _weights_match(self) -> DataConfig:
@@ -124,7 +136,7 @@ class LossConfig(_Section):
     kind: Literal["one_block", "disco", "clip", "sigmoid"] = "one_block"
     """"one_block": ours. "disco": the DisCo recipe. "clip": the original, B x B on every rank. "sigmoid": SigLIP."""
     tile: PositiveInt | None = None
-    """Columns of logits computed at a time (one_block, sigmoid). None: chosen by size."""
+    """Columns of logits computed at a time (one_block, sigmoid). null: chosen by size."""
     keep_logits: bool | Literal["auto"] = "auto"
     """Keep the rank's block of logits for the second pass (faster) or recompute it (smaller). one_block only."""
     overlap: bool | Literal["auto"] = "auto"
@@ -229,7 +241,7 @@ class EvaluationConfig(_Section):
     """What is measured on data.val, during the run and at its end."""
 
     every_steps: PositiveInt | None = None
-    """Evaluate every so many steps. None: at the end only."""
+    """Evaluate every so many steps. null: at the end only."""
     classes: list[str] | Path | None = None
     """Class names for zero-shot accuracy: a list, a text file with one a line, or "imagenet". Samples' are in .cls."""
     templates: list[str] | Path = ["a photo of a {}."]
@@ -252,7 +264,7 @@ class LoggingConfig(_Section):
     """Also write TensorBoard events into the run's folder (extra: tensorboard)."""
     wandb: str | None = None
     """Also log to this Weights & Biases project (extra: wandb; WANDB_MODE=offline works)."""
-    profile_steps: NonNegativeInt = 0
+    profile_steps: NonNegativeInt = Field(0, json_schema_extra={"flag": "--profile", "without_value": "3"})
     """Profile so many steps after the first few: a torch trace a rank, on GPUs a memory snapshot too. --profile: 3."""
 
 
@@ -272,7 +284,7 @@ class RunConfig(_Section):
     global_batch: PositiveInt | None = None
     """Pairs per optimizer step over all GPUs, all of them negatives of each other. Fills train_batch_size."""
     micro_batch: PositiveInt | None = None
-    """Pairs per forward on one GPU. Fills train_micro_batch_size_per_gpu. None: global_batch / GPUs."""
+    """Pairs per forward on one GPU. Fills train_micro_batch_size_per_gpu. null: global_batch / GPUs."""
     precision: Literal["auto", "bf16", "amp", "fp32"] = "auto"
     """bf16: weights in bf16, fp32 masters. amp: fp32 weights, bf16 autocast. auto: bf16 on GPUs, fp32 on CPU."""
     timeout_minutes: float = Field(30.0, gt=0)

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from disco_ds.cli.plan import main
-from disco_ds.config import read as options
+from disco_ds.config.read import read_run
 from disco_ds.config.schema import RunConfig
 from disco_ds.engine.ds_checks import read_ds_config
 from disco_ds.engine.ds_config import fill_buckets, resolve
@@ -161,11 +161,11 @@ def test_the_written_files_resolve_to_the_plan(capsys, tmp_path, extra):
     answer = json.loads(out)
     assert status == 0
     files = tmp_path / "plan"
-    config, launch = options.parse(
-        ["--config", str(files / "run.yaml"), "--ds_config", str(files / "ds_config.json")], prog="t", demo=files
-    )
+    config = read_run(files / "run.yaml", {})
     assert isinstance(config, RunConfig)
-    resolved = resolve(config, read_ds_config(launch.ds_config), world_size=8, on_gpu=True, source="ds_config.json")
+    resolved = resolve(
+        config, read_ds_config(files / "ds_config.json"), world_size=8, on_gpu=True, source="ds_config.json"
+    )
     model = shipped("ViT-B-32")
     fill_buckets(resolved, model.parameters, model.largest, on_gpu=True)
     assert resolved.batch.global_batch == 8192
@@ -191,7 +191,7 @@ def test_the_written_run_has_the_sizes_that_were_planned(capsys, tmp_path):
     sizes = ("--image-size", "64", "--context-length", "24")
     status, out, err = run(capsys, *words, *sizes, "--write", str(files), "--json")
     assert status == 0, err
-    config, _ = options.parse(["--config", str(files / "run.yaml")], prog="t", demo=files)
+    config = read_run(files / "run.yaml", {})
     assert (config.model.name, config.model.image_size, config.model.context_length) == (str(model), 64, 24)
     planned = ModelSource(config.model.name, lambda _: None, config.model.model_dump()).get("bf16", "none")
     assert (planned.image_size, planned.context_length) == ([64, 64], 24)
@@ -205,11 +205,11 @@ def test_the_written_run_has_every_option_that_was_planned_with(tmp_path):
     source = ModelSource("ViT-B-32")
     request = Request(gpus=8, device=device_with("80G"), global_batch=8192, micro_batch=256, **options_given)
     _, path = write_plan(tmp_path, Planner(source).best(request), source)
-    config, _ = options.parse(["--config", str(path)], prog="t", demo=path)
+    config = read_run(path, {})
     assert (config.loss.tile, config.loss.keep_logits) == (512, True)
     assert (config.cached.images, config.cached.reduce, config.cached.reuse_last) == ("device", "each", True)
     write_plan(tmp_path, Planner(source).best(changed(request, loss="disco")), source)
-    assert options.parse(["--config", str(path)], prog="t", demo=path)[0].loss.kind == "disco"
+    assert read_run(path, {}).loss.kind == "disco"
 
 
 def test_a_plan_that_does_not_fit_is_not_written_and_says_so(capsys, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from disco_ds.config.read import parse
+from disco_ds.cli.train import parse
 from disco_ds.engine.phases import PhaseTimer
 from disco_ds.report.run_folder import read_runs
 from disco_ds.run.profiler import WARM_UP_STEPS, Profiler
@@ -77,7 +77,7 @@ def test_a_run_is_profiled_and_leaves_what_its_report_shows(tmp_path):
 
 
 def options(*arguments):
-    return parse(["--data.train", "x", "--steps", "5", *arguments], prog="train.py", demo=Path("none"))[0]
+    return parse(["--data.train", "x", "--steps", "5", *arguments])[0]
 
 
 def test_the_flag():

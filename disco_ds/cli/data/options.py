@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from disco_ds.config.read import leaf_fields, parse
+from disco_ds.cli.flags import add_option, given_options
+from disco_ds.config.options import OPTIONS
+from disco_ds.config.read import read_run
 from disco_ds.config.schema import RunConfig
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.tools.pool import cores
 from disco_ds.errors import ConfigError
 
-FIELDS = {name: field for name, field in leaf_fields() if name.startswith(("data.", "model."))}
-"""Fields of a run that the commands take as flags too, under the same names."""
 _GIVEN_ELSEWHERE = ("data.train", "data.val", "data.weights", "model.name")
 
 
@@ -33,16 +33,19 @@ def add_shards(parser: argparse.ArgumentParser, workers: bool = True) -> None:
         "--run", metavar="FILE", help="read as this run does (its config.yaml); without SHARDS, its data"
     )
     parser.add_argument(
-        "--model", metavar="NAME", dest="model.name", help="open_clip model: its tokenizer and image transform"
+        "--model",
+        metavar="NAME",
+        dest="model.name",
+        default=argparse.SUPPRESS,
+        help="open_clip model: its tokenizer and image transform",
     )
     if workers:
         parser.add_argument(
             "--workers", type=positive, default=cores(), metavar="N", help="processes (default: all cores)"
         )
-    for name, field in FIELDS.items():
-        if name not in _GIVEN_ELSEWHERE:
-            extra: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-            parser.add_argument(f"--{name}", dest=name, default=None, help=argparse.SUPPRESS, **extra)
+    for name, option in OPTIONS.items():
+        if name.startswith(("data.", "model.")) and name not in _GIVEN_ELSEWHERE:
+            add_option(parser, name, option, help=argparse.SUPPRESS)
 
 
 EPILOG = "Fields of a run's data section are flags here too: --data.caption_key json:text --data.max_aspect 4"
@@ -76,27 +79,25 @@ def reading(arguments: argparse.Namespace) -> Reading:
         ConfigError: a field is wrong, or neither shards nor a run are given.
         DataError: an entry names nothing that exists.
     """
-    given = vars(arguments)
+    given = given_options(arguments)
     if not arguments.shards and arguments.run is None:
         raise ConfigError("name the shards to read, or a run with --run FILE")
-    words = ["--config", str(_run_file(arguments.run))] if arguments.run is not None else ["--steps", "1"]
+    has_model = arguments.run is not None or "model.name" in given
     if arguments.shards:
-        words += ["--data.train", *arguments.shards, "--data.weights", "null", "--data.val", "null"]
-    for name in FIELDS:
-        if name not in _GIVEN_ELSEWHERE[:3] and given.get(name) is not None:
-            words += [f"--{name}", str(given[name])]
-    try:
-        run, _ = parse(words, prog="disco-data", demo=Path())
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("--config ", "--run ")) from None
+        given |= {"data.train": arguments.shards, "data.weights": None, "data.val": None}
+    if arguments.run is None:
+        given["steps"] = 1
+    run = read_run(_run_file(arguments.run), given, {"config": "--run", "model.name": "--model"})
     field = "SHARDS" if arguments.shards else "data.train"
     train = expand(run.data.train, field)
     val = expand(run.data.val, "data.val") if run.data.val is not None else []
-    return Reading(run, train, val, arguments.run is not None or given.get("model.name") is not None)
+    return Reading(run, train, val, has_model)
 
 
-def _run_file(run: str) -> Path:
+def _run_file(run: str | None) -> Path | None:
     """A run's folder stands for the config.yaml in it."""
+    if run is None:
+        return None
     return Path(run) / "config.yaml" if Path(run).is_dir() else Path(run)
 
 
