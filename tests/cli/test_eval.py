@@ -18,9 +18,8 @@ from PIL import Image
 from disco_ds.cli.eval import main
 from disco_ds.cli.export import main as export
 from tests.helpers.ranks import ROOT, run_ranks
-from tests.helpers.saved_runs import STEP, model_of
+from tests.helpers.saved_runs import STEP, WORDS, model_of
 from tests.helpers.shards import write_shard
-from tests.helpers.tiny import TINY
 from tests.helpers.towers import exact_similarity, slow_ranks, slow_retrieval
 
 CLASSES = ["red fox", "owl", "7", "bee", "ant", "cow", "zebra"]
@@ -131,7 +130,7 @@ def check(found, expected):
 def test_every_way_to_name_a_model_gives_the_plain_loops_numbers(saved, exports, data, expected, tmp_path, capsys):
     shutil.copy(exports / "model.pt", tmp_path / "plain.pt")
     torch.save(dict(torch.load(tmp_path / "plain.pt")), tmp_path / "plain.pt")  # says nothing about itself any more
-    (tmp_path / "tiny-eval.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny-eval.json").write_text(json.dumps(WORDS))
     for words in (
         [saved[0] / "zero2-words"],
         [saved[0] / "zero2-words", "--checkpoint", STEP],

@@ -11,8 +11,11 @@ import yaml
 from tests.helpers.engines import BATCH, build, own_rows
 from tests.helpers.tiny import TINY, TINY_RESNET, TINY_TIMM, TINY_VOCAB, tiny_batch
 
-_TEXT = {"text_cfg": TINY_VOCAB["text_cfg"]}
-SIGMOID = {**TINY_VOCAB, "custom_text": True, "init_logit_bias": -10.0, "init_logit_scale": 2.3}
+_TEXT = {"text_cfg": {**TINY_VOCAB["text_cfg"], "width": 32, "layers": 1}}
+_VISION = {"vision_cfg": {**TINY["vision_cfg"], "width": 32, "layers": 1}}
+SMALL = {**TINY, **_VISION, **_TEXT}
+SIGMOID = {**SMALL, "custom_text": True, "init_logit_bias": -10.0, "init_logit_scale": 2.3}
+WORDS = {**SMALL, "text_cfg": {**_TEXT["text_cfg"], "vocab_size": 49408}}
 RUNS = {
     "zero0": {"stage": 0},
     "zero2": {"stage": 2},
@@ -23,7 +26,7 @@ RUNS = {
     "zero2-resnet": {"stage": 2, "config": {**TINY_RESNET, **_TEXT}},
     "zero3-resnet": {"stage": 3, "config": {**TINY_RESNET, **_TEXT}},
     "zero2-bias": {"stage": 2, "config": SIGMOID, "loss": "sigmoid"},
-    "zero2-words": {"stage": 2, "config": TINY},
+    "zero2-words": {"stage": 2, "config": WORDS},
     "zero3-timm": {"stage": 3, "config": {**TINY_TIMM, **_TEXT}},
 }
 """zero2-words has open_clip's vocabulary; real captions can be fed to it, the others know 100 tokens."""
@@ -32,7 +35,7 @@ STEP = "step-00000002"
 
 def model_of(case):
     """The model section of a case's run file."""
-    return {"name": "t", "config": RUNS[case].get("config", TINY_VOCAB), "freeze": RUNS[case].get("freeze", "none")}
+    return {"name": "t", "config": RUNS[case].get("config", SMALL), "freeze": RUNS[case].get("freeze", "none")}
 
 
 def probe():
@@ -46,7 +49,7 @@ def save_runs(folder, cases):
 
     given = {}
     for case in cases:
-        engine, step = build(**RUNS[case])
+        engine, step = build(**{"config": SMALL, **RUNS[case]})
         for seed in (1, 2):
             images, texts = tiny_batch(BATCH, seed)
             step(images[own_rows()], texts[own_rows()])

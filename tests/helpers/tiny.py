@@ -16,7 +16,7 @@ TINY_RESNET = {**TINY, "vision_cfg": {"layers": [1, 1, 1, 1], "width": 16, "imag
 
 TINY_TIMM = {
     **TINY,
-    "vision_cfg": {"timm_model_name": "convnext_atto", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32},
+    "vision_cfg": {"timm_model_name": "test_convnext2", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32},
 }
 """The same text tower with a timm trunk; its blocks own parameters directly (layer scale)."""
 

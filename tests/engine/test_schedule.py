@@ -1,0 +1,35 @@
+"""The learning rate's schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from disco_ds.config.schema import ScheduleConfig
+from disco_ds.engine.schedule import build_schedule
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant", "cooldown"])
+def test_schedules(kind):
+    config = ScheduleConfig(kind=kind, warmup_samples=95, cooldown_steps=20, lr_end=0.1)
+    lr = build_schedule(config, peak=1.0, steps=100, global_batch=10)
+    values = [lr(step) for step in range(101)]
+    assert lr.warmup == 10  # 95 samples are ten steps of ten
+    assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert values[10] == 1.0
+    assert all(0.1 <= value <= 1.0 for value in values)
+    if kind == "cosine":
+        assert values[55] == pytest.approx(0.55)
+        assert values[100] == pytest.approx(0.1)
+    if kind == "constant":
+        assert set(values[10:]) == {1.0}
+    if kind == "cooldown":
+        assert set(values[10:81]) == {1.0}
+        assert values[90] == pytest.approx(0.55)
+        assert values[100] == pytest.approx(0.1)
+
+
+def test_schedule_defaults():
+    lr = build_schedule(ScheduleConfig(), peak=1.0, steps=101, global_batch=10)
+    assert (lr.warmup, lr.cooldown) == (11, 20)
+    assert build_schedule(ScheduleConfig(), peak=1.0, steps=10**6, global_batch=10).warmup == 2000
+    assert build_schedule(ScheduleConfig(warmup_steps=0), peak=1.0, steps=5, global_batch=1)(0) == 1.0
