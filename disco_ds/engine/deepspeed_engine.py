@@ -15,7 +15,8 @@ import torch.distributed as dist
 from disco_ds.checkpoint.resume import load_checkpoint
 from disco_ds.checkpoint.save import Identity, RunState
 from disco_ds.config.schema import OptimizerConfig
-from disco_ds.engine.ds_config import EngineConfig, fill_buckets
+from disco_ds.engine.buckets import fill_buckets
+from disco_ds.engine.ds_config import EngineConfig
 from disco_ds.engine.optimizer import build_optimizer
 from disco_ds.engine.temperature import clamp_temperatures, exact_temperatures, is_plain
 from disco_ds.model.towers import TwoTowers
@@ -87,8 +88,8 @@ def build_engine(model: TwoTowers, config: OptimizerConfig, engine_config: Engin
 
     on_gpu = torch.cuda.is_available()
     trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    fill_buckets(engine_config, sum(trained), max(trained), on_gpu=on_gpu)
-    zero = engine_config.deepspeed["zero_optimization"]
+    zero, source = engine_config.deepspeed["zero_optimization"], engine_config.source
+    engine_config.filled |= fill_buckets(zero, sum(trained), max(trained), on_gpu=on_gpu, source=source)
     offload = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     if not on_gpu:  # pinned memory belongs to a GPU
         for section in ("offload_optimizer", "offload_param"):

@@ -23,8 +23,8 @@ from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import TrainStream
 from disco_ds.distributed import on_rank_0
 from disco_ds.engine.deepspeed_engine import build_engine, collective_timeout, configure_checkpointing, resume_engine
-from disco_ds.engine.ds_checks import read_ds_config, uses_deepspeed_checkpointing
-from disco_ds.engine.ds_config import EngineConfig, resolve
+from disco_ds.engine.ds_config import EngineConfig, resolve, uses_deepspeed_checkpointing
+from disco_ds.engine.ds_schema import read_ds_config
 from disco_ds.engine.optimizer import check_optimizer
 from disco_ds.engine.schedule import Schedule, build_schedule
 from disco_ds.engine.step import TrainStep
