@@ -7,17 +7,22 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import ConfigError
-from disco_ds.planner import from_ds_config
+from disco_ds.loss.memory import KINDS
 from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
+from disco_ds.planner.from_ds_config import choices, planned_buckets
 from disco_ds.planner.memory import OPTIMIZER_BYTES
 from disco_ds.planner.models import ModelSource
-from disco_ds.planner.search import Plan, Planner, Request, changed, stages, with_accumulation
-from disco_ds.planner.text import as_json, compare, text_report
+from disco_ds.planner.search import Plan, Planner, Request, cuts, stages
+from disco_ds.planner.text import as_json, settings_table, text_report
+
+FIELDS = {field.name: field.default for field in fields(Request)}
+"""Fields of Request that options fill, and their defaults."""
 
 
 @to_a_pipe
@@ -47,40 +52,43 @@ def _parser() -> Parser:
         "disco-plan trace ViT-B-32 --precision amp      what a model's activations take (disco-plan trace --help)\n\n"
         "exit status: 0 fits, 1 does not fit (and says what does), 2 the input is wrong",
     )
-    add = parser.add_argument
-    add("--gpus", type=count, default=1, metavar="N", help="number of GPUs (1)")
-    add("--mem", metavar="SIZE", help="of one: 40G as sold, 39.4GiB exactly that much")
-    add("--gpu", metavar="NAME", help=f"kind of GPU instead: {', '.join(DEVICES)}")
-    add("--model", default="ViT-B-32", help="open_clip name, demo, or a JSON (ViT-B-32)")
-    add("--global-batch", type=count, metavar="B", help="pairs a step on all GPUs; without it, the largest")
-    add("--per-gpu-batch", type=count, metavar="b", help="pairs a step on one GPU: predict that case")
-    add("--micro-batch", type=count, metavar="m", help="pairs at a time; below b: cached gradients, exact")
-    add("--zero", choices=["0", "1", "2", "3", "auto"], default=None, metavar="STAGE",
-        help="DeepSpeed ZeRO: 0, 1, 2, 3 or auto (auto)")  # fmt: skip
-    add("--precision", choices=["bf16", "amp", "fp32"], metavar="P", help="bf16, amp (bf16 autocast) or fp32 (bf16)")
-    add("--checkpointing", type=_policy, default="auto", metavar="HOW",
-        help="none, full, every:K, ops, offload or auto (auto)")  # fmt: skip
-    add("--loss", choices=["one_block", "disco", "open_clip", "clip", "sigmoid"], default="one_block", metavar="L",
-        help="one_block, disco, open_clip, clip, sigmoid (one_block)")  # fmt: skip
-    add("--optimizer", choices=list(OPTIMIZER_BYTES), default="adamw", metavar="O",
-        help=f"{' or '.join(OPTIMIZER_BYTES)} (adamw)")  # fmt: skip
-    add("--offload", choices=["none", "optimizer", "all"], metavar="WHAT",
-        help="to the host: none, optimizer or all (none)")  # fmt: skip
-    add("--attention", choices=["flash", "math"], default="flash", metavar="A",
-        help="flash, or math as torch before 2.0 (flash)")  # fmt: skip
-    add("--image-size", type=count, metavar="PX", help="where it differs from the model's own")
-    add("--context-length", type=count, metavar="T", help="where it differs from the model's own")
-    add("--ds-config", metavar="FILE", help="takes stage, buckets, batch, precision, offload")
-    add("--frag", type=_factor, default=1.10, metavar="F", help="held over allocated activations (1.10)")
-    add("--reserve", type=_gib, default=0, metavar="GIB", help="GiB to leave free (0)")
-    add("--min-micro-batch", type=count, default=64, metavar="m", help="smallest that feeds a GPU (64)")
-    add("--bandwidth", type=_factor, default=50.0, metavar="GB/s", help="of collectives, to rank by (50, assumed)")
-    add("--compare", action="store_true", help="ZeRO x checkpointing x loss in one table")
-    add("--plot", type=Path, metavar="FILE", help="picture: memory against batch, and batch against GPUs")
-    add("--json", action="store_true", help="the answer for programs (docs/planner.md)")
-    add("--write", type=Path, metavar="DIR", help="ds_config.json and run.yaml for launch/train.py")
-    add("--data", metavar="SHARDS", help="data.train of the run.yaml (demo)")
-    add("--samples", type=count, metavar="N", help="length of the run.yaml in samples")
+
+    def add(flag: str, text: str, field: str | None = None, **options: Any) -> None:
+        """An option; a field of Request is absent unless it is given, and has its default in the help."""
+        name = field or flag[2:].replace("-", "_")
+        default = FIELDS.get(name, MISSING)
+        if default is not MISSING:
+            options |= {"dest": name, "default": argparse.SUPPRESS}
+            text += "" if default is None else f" ({default})"
+        parser.add_argument(flag, help=text, **options)
+
+    add("--gpus", "number of GPUs (1)", type=count, default=1, metavar="N")
+    add("--mem", "of one: 40G as sold, 39.4GiB exactly that much", metavar="SIZE")
+    add("--gpu", f"kind of GPU instead: {', '.join(DEVICES)}", metavar="NAME")
+    add("--model", "open_clip name, demo, or a JSON (ViT-B-32)", default="ViT-B-32", metavar="MODEL")
+    add("--global-batch", "pairs a step on all GPUs; without it, the largest", type=count, metavar="B")
+    add("--per-gpu-batch", "pairs a step on one GPU: predict that case", type=count, metavar="b")
+    add("--micro-batch", "pairs at a time; below b: cached gradients, exact", type=count, metavar="m")
+    add("--zero", "DeepSpeed ZeRO: 0, 1, 2, 3 or auto", type=_stage, metavar="STAGE")
+    add("--precision", "bf16, amp (bf16 autocast) or fp32", choices=["bf16", "amp", "fp32"], metavar="P")
+    add("--checkpointing", "none, full, every:K, ops, offload or auto", type=_policy, metavar="HOW")
+    add("--loss", ", ".join(KINDS), choices=KINDS, metavar="L")
+    add("--optimizer", " or ".join(OPTIMIZER_BYTES), choices=list(OPTIMIZER_BYTES), metavar="O")
+    add("--offload", "to the host: none, optimizer or all", choices=["none", "optimizer", "all"], metavar="WHAT")
+    add("--attention", "flash, or math as torch before 2.0", choices=["flash", "math"], metavar="A")
+    add("--image-size", "where it differs from the model's own", type=count, metavar="PX")
+    add("--context-length", "where it differs from the model's own", type=count, metavar="T")
+    add("--ds-config", "takes stage, buckets, batch, precision, offload", metavar="FILE")
+    add("--frag", "held over allocated activations", "fragmentation", type=_factor, metavar="F")
+    add("--reserve", "GiB to leave free", "reserve_bytes", type=_gib, metavar="GIB")
+    add("--min-micro-batch", "smallest that feeds a GPU", type=count, metavar="m")
+    add("--bandwidth", "of collectives, to rank by; assumed", "bandwidth_gb_s", type=_factor, metavar="GB/s")
+    add("--compare", "ZeRO x checkpointing x loss in one table", action="store_true")
+    add("--plot", "picture: memory against batch, and batch against GPUs", type=Path, metavar="FILE")
+    add("--json", "the answer for programs (docs/planner.md)", action="store_true")
+    add("--write", "ds_config.json and run.yaml for launch/train.py", type=Path, metavar="DIR")
+    add("--data", "data.train of the run.yaml (demo)", metavar="SHARDS")
+    add("--samples", "length of the run.yaml in samples", type=count, metavar="N")
     return parser
 
 
@@ -108,6 +116,12 @@ def _gib(text: str) -> int:
     return int(float(match[1]) * GIB)
 
 
+def _stage(text: str) -> int | str:
+    if text not in ("0", "1", "2", "3", "auto"):
+        raise argparse.ArgumentTypeError(f"expected 0, 1, 2, 3 or auto, found {text!r}")
+    return text if text == "auto" else int(text)
+
+
 def _policy(text: str) -> str:
     if not re.fullmatch(r"none|full|every:[1-9]\d*|ops|offload|auto", text):
         raise argparse.ArgumentTypeError(f"expected none, full, every:K, ops, offload or auto, found {text!r}")
@@ -124,36 +138,27 @@ def build_request(arguments: argparse.Namespace, source: ModelSource) -> Request
         found = "both are" if arguments.mem else "neither is"
         raise ConfigError(f"give --mem (40G) or --gpu (A100-40G): {found} given")
     device = device_with(arguments.mem) if arguments.mem else device_named(arguments.gpu)
-    given: dict[str, Any] = {
-        "global_batch": arguments.global_batch,
-        "micro_batch": arguments.micro_batch,
-        "zero": arguments.zero if arguments.zero in (None, "auto") else int(arguments.zero),
-        "precision": arguments.precision,
-        "offload": arguments.offload,
-    }
-    content = from_ds_config.read(arguments.ds_config) if arguments.ds_config else None
-    for name, value in (from_ds_config.choices(content, arguments.gpus) if content is not None else {}).items():
-        if given[name] not in (None, value):
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} is {given[name]} but --ds-config {arguments.ds_config} says {value}")
-        given[name] = value
-    request = Request(
-        gpus=arguments.gpus, device=device, per_gpu_batch=arguments.per_gpu_batch,
-        optimizer=arguments.optimizer, checkpointing=arguments.checkpointing, loss=arguments.loss,
-        attention=arguments.attention,
-        fragmentation=arguments.frag, reserve_bytes=arguments.reserve, min_micro_batch=arguments.min_micro_batch,
-        bandwidth_gb_s=arguments.bandwidth, **{name: value for name, value in given.items() if value is not None},
-    )  # fmt: skip
-    if arguments.frag < 1:
-        raise ConfigError(f"--frag {arguments.frag}: a process never holds less than is allocated; expected at least 1")
+    asked = {name: value for name, value in vars(arguments).items() if name in FIELDS and name != "gpu"}
+    content: dict[str, Any] = {}
+    if arguments.ds_config is not None:
+        from disco_ds.engine.ds_schema import read_ds_config  # imports pydantic
+
+        content = read_ds_config(arguments.ds_config, "--ds-config", deepspeed=False)
+        for name, value in choices(content, arguments.gpus).items():
+            if asked.setdefault(name, value) != value:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} is {asked[name]} but --ds-config {arguments.ds_config} says {value}")
+    request = Request(gpu=device, **asked)
+    if request.fragmentation < 1:
+        raise ConfigError(
+            f"--frag {request.fragmentation}: a process never holds less than is allocated; expected at least 1"
+        )
     if request.limit_bytes <= 0:
-        raise ConfigError(f"--reserve {arguments.reserve / GIB:g}: nothing of {device.usable_gib:.2f} GiB is left")
+        raise ConfigError(f"--reserve {request.reserve_bytes / GIB:g}: nothing of {device.usable_gib:.2f} GiB is left")
     stages(request)  # raises where stage and offload do not go together
-    if content is not None:
-        request = with_accumulation(request, content)
-        policy = "none" if request.checkpointing == "auto" else request.checkpointing
-        model = source.get(request.precision, policy, request.attention)
-        request = changed(request, buckets=from_ds_config.buckets(content, model))
+    if arguments.ds_config is not None:
+        model = source.of(request.setup(0, "none" if request.checkpointing == "auto" else request.checkpointing))
+        request = replace(request, buckets=planned_buckets(content, model))
     return request
 
 
@@ -176,7 +181,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     else:
         print(text_report(planner, plan, arguments.model, near))
         if arguments.compare:
-            print("\n" + compare(planner, request))
+            print("\n" + settings_table(planner, request))
         for note in notes:
             print(note)
     return 0 if plan.fits else 1
@@ -195,14 +200,14 @@ def _write(arguments: argparse.Namespace, source: ModelSource, plan: Plan) -> st
 
 def nearest_fitting(planner: Planner, request: Request) -> Plan | None:
     """What fits in place of a request that does not: other settings first, then a smaller batch; None if nothing."""
-    open_settings = changed(request, zero="auto", checkpointing="auto", offload="none")
-    smaller = {"global_batch": None, "per_gpu_batch": None, "accumulation": None}
+    open_settings = replace(request, zero="auto", checkpointing="auto", offload="none")
+    batch = cuts(request)[0].per_rank if request.has_batch else None
     for attempt in (
         open_settings,
-        changed(open_settings, micro_batch=None, accumulation=None),
-        changed(request, **smaller),
-        changed(open_settings, **smaller),
-        changed(open_settings, **smaller, offload="all"),
+        replace(open_settings, global_batch=None, per_gpu_batch=batch, micro_batch=None, accumulation=None),
+        request.largest(accumulation=None),
+        open_settings.largest(accumulation=None),
+        open_settings.largest(accumulation=None, offload="all"),
     ):
         try:
             plan = planner.best(attempt)

@@ -11,7 +11,7 @@ from disco_ds.cli.parser import Parser
 from disco_ds.cli.plan import count
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import TABLE, Coefficients, write_table
-from disco_ds.planner.models import SHIPPED_MODELS, ModelSource, say, trace_shipped
+from disco_ds.planner.models import SHIPPED_MODELS, ModelSource, to_stderr, trace_shipped
 
 MIB = 2**20
 
@@ -50,9 +50,9 @@ def run_trace(words: Sequence[str]) -> int:
         try:
             found = self_check()
         except TraceError as error:
-            say(f"disco-plan: {error}")
+            to_stderr(f"disco-plan: {error}")
             return 1
-        say("self-check: " + ", ".join(f"{name} {value:.2%}" for name, value in found.items()))
+        to_stderr("self-check: " + ", ".join(f"{name} {value:.2%}" for name, value in found.items()))
     if arguments.all:
         made, versions = trace_shipped(SHIPPED_MODELS)
         write_table(made, versions, arguments.out, cuda_figures())

@@ -45,7 +45,8 @@ def fill(zero: dict[str, Any], parameters: int, largest: int, *, on_gpu: bool) -
         "stage3_param_persistence_threshold": min(100_000, max(parameters // 1000, 1)),
         "overlap_comm": on_gpu,
     }
-    filled, changes = dict(zero), {}
+    filled: dict[str, Any] = dict(zero)
+    changes: dict[str, Any] = {}
     for key in zero.keys() & values.keys():
         if zero[key] == "auto":
             filled[key] = changes[key] = values[key]

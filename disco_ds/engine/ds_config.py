@@ -9,6 +9,7 @@ itself is handed the rank's whole batch as one micro-batch and never divides a l
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ class EngineConfig:
     """File that it came from, for messages."""
 
 
-def given(content: dict[str, Any], key: str) -> Any:
+def given(content: Mapping[str, Any], key: str) -> Any:
     """The value of a key of a ds_config or of one of its sections; None where it is absent or "auto"."""
     value = content.get(key)
     return None if value == "auto" else value
@@ -107,10 +108,10 @@ def plan_batch(config: RunConfig, content: dict[str, Any], world_size: int, sour
         if None not in (there, value) and there != value:
             raise ConfigError(
                 f'{option} is {value} but {key} in {source} is {there}: make them equal, or write "auto" there for '
-                f"{', '.join(BATCH_KEYS)}, which run file and flags then decide"
+                f"{BATCH_KEYS[0]}, {BATCH_KEYS[1]} and {BATCH_KEYS[2]}, which run file and flags then decide"
             )
         found.append(there if there is not None else value)
-    return solve_batch(world_size, *found, given(content, BATCH_KEYS[2]), source=source)
+    return solve_batch(world_size, found[0], found[1], given(content, BATCH_KEYS[2]), source=source)
 
 
 def choose_precision(config: RunConfig, content: dict[str, Any], on_gpu: bool, source: str) -> str:

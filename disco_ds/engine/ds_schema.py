@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AliasChoices,
@@ -19,7 +19,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    Strict,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
     ValidationError,
     ValidationInfo,
     WrapValidator,
@@ -31,7 +33,7 @@ from pydantic_core import PydanticCustomError
 from disco_ds.engine.refused_keys import REFUSED, REPLACED
 from disco_ds.errors import ConfigError, nearest
 
-AUTO = "auto"
+AUTO: Final = "auto"
 Auto = Literal["auto"]
 
 
@@ -88,13 +90,12 @@ def _section(example: str = "") -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_Int, _Float, _Bool = Annotated[int, Strict()], Annotated[float, Strict()], Annotated[bool, Strict()]
-Switch = Annotated[_Bool, _expected("true or false")]
-SwitchOrAuto = Annotated[_Bool | Auto, _expected('true or false or "auto"')]
-Size = Annotated[_Int, Field(ge=0), _expected("a whole number, 0 or more")]
-SizeOrAuto = Annotated[Annotated[_Int, Field(ge=0)] | Auto, _expected('a whole number, 0 or more or "auto"')]
-Count = Annotated[Annotated[_Int, Field(ge=1)] | Auto, _expected('a positive whole number or "auto"')]
-Positive = Annotated[_Float, Field(gt=0), _expected("a positive number")]
+Switch = Annotated[StrictBool, _expected("true or false")]
+SwitchOrAuto = Annotated[StrictBool | Auto, _expected('true or false or "auto"')]
+Size = Annotated[StrictInt, Field(ge=0), _expected("a whole number, 0 or more")]
+SizeOrAuto = Annotated[Annotated[StrictInt, Field(ge=0)] | Auto, _expected('a whole number, 0 or more or "auto"')]
+Count = Annotated[Annotated[StrictInt, Field(ge=1)] | Auto, _expected('a positive whole number or "auto"')]
+Positive = Annotated[StrictFloat, Field(gt=0), _expected("a positive number")]
 Anything = Annotated[dict[str, Any], _section()]
 
 
@@ -127,7 +128,7 @@ def _stage3(name: str) -> Any:
 class Zero(_Section):
     """``zero_optimization``. Sizes are in elements."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], Strict(), _expected("0, 1, 2 or 3")] = 0
+    stage: Annotated[StrictInt, Field(ge=0, le=3), _expected("0, 1, 2 or 3")] = 0
     reduce_scatter: Switch = True
     overlap_comm: SwitchOrAuto | None = None
     reduce_bucket_size: Count | None = None
@@ -215,7 +216,7 @@ class DsConfig(_Section):
     train_micro_batch_size_per_gpu: Count = AUTO
     gradient_accumulation_steps: Count = AUTO
     gradient_clipping: Annotated[
-        Annotated[_Float, Field(ge=0, allow_inf_nan=False)] | Auto, _expected('a number, 0 or more or "auto"')
+        Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] | Auto, _expected('a number, 0 or more or "auto"')
     ] = AUTO
     bf16: Annotated[Bf16, _section('{"enabled": "auto"}')] = Bf16()
     torch_autocast: Annotated[Autocast, _section('{"enabled": "auto"}')] = Autocast()

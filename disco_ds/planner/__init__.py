@@ -9,7 +9,7 @@ from typing import Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.planner.devices import GIB, device_named, device_with
-from disco_ds.planner.models import ModelSource, Progress, say
+from disco_ds.planner.models import ModelSource, Progress, to_stderr
 from disco_ds.planner.search import Plan, Planner, Request
 
 __all__ = ["Plan", "Planner", "Request", "plan"]
@@ -21,38 +21,24 @@ def plan(
     mem: str | None = None,
     gpu: str | None = None,
     model: str = "ViT-B-32",
-    global_batch: int | None = None,
-    per_gpu_batch: int | None = None,
-    micro_batch: int | None = None,
-    zero: int | str = "auto",
-    precision: str = "bf16",
-    checkpointing: str = "auto",
-    loss: str = "one_block",
-    attention: str = "flash",
-    offload: str = "none",
-    optimizer: str = "adamw",
-    frag: float = 1.10,
+    frag: float = Request.fragmentation,
     reserve_gib: float = 0.0,
-    min_micro_batch: int = 64,
-    bandwidth_gb_s: float = 50.0,
     model_config: dict[str, Any] | None = None,
-    progress: Progress = say,
+    progress: Progress = to_stderr,
+    **settings: Any,
 ) -> Plan:
-    """The largest exact contrastive batch, or the fastest settings for ``global_batch``; as ``disco-plan``.
+    """The largest exact contrastive batch, or the fastest settings for a given one; as ``disco-plan``.
 
     Args:
         gpus: how many.
         mem: memory of one, "40G" for a device sold as 40 GB, "39.4GiB" for exactly that much.
         gpu: kind of GPU instead of ``mem``, such as "A100-80G".
         model: an open_clip name, "demo", or a path to an open_clip JSON.
-        global_batch, per_gpu_batch, micro_batch: pairs a step over all GPUs, on one, and at a time.
-        zero, precision, checkpointing, loss, attention, offload, optimizer: as the options; "auto" is chosen.
         frag: what a process holds over what it has allocated of activations.
         reserve_gib: GiB of each device to leave free.
-        min_micro_batch: smallest micro-batch that is tried for a given batch.
-        bandwidth_gb_s: of a GPU's collectives, for the ranking, GB/s.
         model_config: the model itself, as the content of an open_clip JSON; ``model`` is then a label.
         progress: told when a model has to be traced.
+        settings: other fields of :class:`Request`, such as ``global_batch``, ``micro_batch``, ``zero``, ``precision``.
 
     Returns:
         The plan: ``fits``, ``global_batch``, ``prediction`` (bytes by category at every moment), ``setup``, ``step_s``.
@@ -64,11 +50,5 @@ def plan(
     if (mem is None) == (gpu is None):
         raise ConfigError("give mem (40G) or gpu (A100-40G), one of the two")
     device = device_with(mem) if mem is not None else device_named(str(gpu))
-    request = Request(
-        gpus=gpus, device=device, global_batch=global_batch, per_gpu_batch=per_gpu_batch, micro_batch=micro_batch,
-        zero=zero, precision=precision, checkpointing=checkpointing, loss=loss, attention=attention, offload=offload,
-        optimizer=optimizer,
-        fragmentation=frag, reserve_bytes=int(reserve_gib * GIB), min_micro_batch=min_micro_batch,
-        bandwidth_gb_s=bandwidth_gb_s,
-    )  # fmt: skip
+    request = Request(gpus=gpus, gpu=device, fragmentation=frag, reserve_bytes=int(reserve_gib * GIB), **settings)
     return Planner(ModelSource(model, progress, {"config": model_config}, check=True)).best(request)

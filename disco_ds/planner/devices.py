@@ -1,10 +1,11 @@
 """GPUs and how much of their memory a process can use, and sizes as people write them. GiB unless a name says GB.
 
-What a card is sold as and what CUDA reports differ: a 40 GB A100 has 39.39 GiB, a 24 GB RTX 4090 has 23.53.
+What a device is sold as and what CUDA reports differ: a 40 GB A100 has 39.39 GiB, a 24 GB RTX 4090 has 23.53.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -81,7 +82,7 @@ def device_named(name: str) -> Device:
 def device_with(memory: str) -> Device:
     """The device of ``--mem``: "40G" is one sold as 40 GB, "39.4GiB" or "39.4Gi" is exactly that much.
 
-    The usable part of a size that no card is sold with lies between those of its neighbours.
+    The usable part of a size that no device is sold with lies between those of its neighbours.
 
     Raises:
         ConfigError: not a size.
@@ -103,3 +104,17 @@ def _usable_gib(size: float) -> float:
         if low <= size <= high:
             return low_gib + (high_gib - low_gib) * (size - low) / (high - low)
     return known[-1][1] * size / known[-1][0]
+
+
+def device_here(kind: str) -> Device:
+    """The device of this process with the memory that it has: the current GPU ("cuda"), or this rank's share of the
+    machine's memory ("cpu")."""
+    if kind == "cuda":
+        import torch
+
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        total = properties.total_memory / GIB
+        like = min(DEVICES.values(), key=lambda known: abs(known.usable_gib - total))
+        return Device(properties.name, total, like.tflops, hopper=properties.major >= 9)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Device("CPU", machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / GIB, 0.05)

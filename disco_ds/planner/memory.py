@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from disco_ds.engine.buckets import Buckets
+from disco_ds.errors import ConfigError
 from disco_ds.loss.memory import loss_bytes
 from disco_ds.planner.coefficients import Coefficients, Point, Trace, trace_key
-from disco_ds.planner.partitions import Buckets, Held, default_buckets, full_buckets, owned_gradients
+from disco_ds.planner.from_ds_config import planned_buckets
+from disco_ds.planner.partitions import Held, full_buckets, owned_gradients
 
 GIB = 2**30
 CATEGORIES = (
@@ -64,6 +67,12 @@ class Setup:
     def parameter_bytes(self) -> int:
         """One parameter's working copy."""
         return 2 if self.precision == "bf16" else 4
+
+
+def check_optimizer(name: str) -> None:
+    """Raise ConfigError for an optimizer whose states are not known."""
+    if name not in OPTIMIZER_BYTES:
+        raise ConfigError(f"the planner knows the optimizers {', '.join(OPTIMIZER_BYTES)}, not {name}")
 
 
 @dataclass
@@ -131,7 +140,7 @@ class _Step:
     def __init__(self, model: Coefficients, setup: Setup, trace: Trace, batch: int, micro: int) -> None:
         self.model, self.setup, self.trace = model, setup, trace
         self.batch, self.micro, self.cuts = batch, micro, batch // micro
-        self.buckets = setup.buckets or default_buckets(model, setup.device)
+        self.buckets = setup.buckets or planned_buckets({}, model, setup.device, absent="auto")
         waiting = setup.images_on_device is True or (setup.images_on_device == "cached" and self.cuts > 1)
         self.held = waiting or setup.device == "cpu"  # there the loader's batch is the step's
         self.p = model.parameters

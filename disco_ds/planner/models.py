@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import Coefficients, shipped, trace_key
+
+if TYPE_CHECKING:
+    from disco_ds.planner.memory import Setup
 
 Progress = Callable[[str], None]
 
@@ -27,7 +30,7 @@ SHIPPED_MATH = ("ViT-B-32", "ViT-B-16", "ViT-B-16-plus-240", "ViT-L-14")
 """Also traced with the attention of torch before 2.0, under amp: the published runs of 2021 and 2022 were made so."""
 
 
-def say(message: str) -> None:
+def to_stderr(message: str) -> None:
     """Progress goes to stderr: stdout is the answer."""
     print(message, file=sys.stderr, flush=True)
 
@@ -47,7 +50,7 @@ class ModelSource:
     def __init__(
         self,
         name: str,
-        progress: Progress = say,
+        progress: Progress = to_stderr,
         changes: dict[str, Any] | None = None,
         *,
         check: bool = False,
@@ -57,10 +60,12 @@ class ModelSource:
         self.changes = {key: value for key, value in (changes or {}).items() if value not in (None, "none")}
         self.check = check
         self.known = None if self.changes else shipped(name)
+        self.in_table = frozenset(self.known.traces if self.known else ())
+        """Keys of the traces that need no tracing."""
 
-    def has(self, key: str) -> bool:
-        """Whether a trace is there without running one."""
-        return self.known is not None and key in self.known.traces
+    def of(self, setup: Setup) -> Coefficients:
+        """:meth:`get` for a setup."""
+        return self.get(setup.precision, setup.checkpointing, setup.attention, setup.device)
 
     def get(self, precision: str, checkpointing: str, attention: str = "flash", device: str = "cuda") -> Coefficients:
         """The model's coefficients with this trace in them.
@@ -106,7 +111,7 @@ class ModelSource:
 
 
 def trace_shipped(
-    names: Sequence[str] = SHIPPED_MODELS, progress: Progress = say
+    names: Sequence[str] = SHIPPED_MODELS, progress: Progress = to_stderr
 ) -> tuple[list[Coefficients], dict[str, str]]:
     """Trace the models of the shipped table anew; a model that cannot be built here is skipped with a message.
 

@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from disco_ds.planner.coefficients import Coefficients
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """The sizes in a ds_config's zero_optimization, in elements."""
-
-    reduce: int
-    max_live: int
-    reuse_distance: int
-    overlap: bool
-
-
-def default_buckets(model: Coefficients, device: str = "cuda") -> Buckets:
-    """What :func:`disco_ds.engine.ds_config.fill_buckets` puts in place of "auto", and DeepSpeed's own for the rest."""
-    bucket = max(model.largest, min(model.parameters, 50_000_000))
-    return Buckets(
-        reduce=bucket + bucket % 2,
-        max_live=max(2 * model.largest, model.parameters // 4),
-        reuse_distance=1_000_000_000,
-        overlap=device == "cuda",
-    )
 
 
 class Held(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.planner.memory import CATEGORIES, GIB
-from disco_ds.planner.search import Plan, Planner, changed
+from disco_ds.planner.search import Plan, Planner
 
 COLOURS = {
     "runtime": "#8c8c8c", "parameters": "#4c72b0", "gradients": "#64b5cd", "optimizer": "#8172b3",
@@ -39,8 +39,7 @@ def plot(planner: Planner, plan: Plan, name: str, path: Path) -> Path:
     _batches(right, planner, plan)
     setup = plan.setup
     figure.suptitle(
-        f"{name}, ZeRO {setup.zero}, {setup.precision}, checkpointing {setup.checkpointing}, "
-        f"{plan.request.device.name}",
+        f"{name}, ZeRO {setup.zero}, {setup.precision}, checkpointing {setup.checkpointing}, {plan.request.gpu.name}",
         fontsize=12,
     )
     try:
@@ -55,10 +54,9 @@ def plot(planner: Planner, plan: Plan, name: str, path: Path) -> Path:
 def _memory(axes: Any, planner: Planner, plan: Plan) -> None:
     """Stacked bytes at the highest moment, for whole batches up to a quarter beyond the limit."""
     setup, limit = plan.setup, plan.request.limit_bytes
-    pinned = changed(
-        plan.request, zero=setup.zero, checkpointing=setup.checkpointing, global_batch=None, per_gpu_batch=None,
-        micro_batch=None, accumulation=None,
-    )  # fmt: skip
+    pinned = plan.request.largest(
+        zero=setup.zero, checkpointing=setup.checkpointing, micro_batch=None, accumulation=None
+    )
     largest = max(planner.largest(pinned).prediction.per_gpu_batch, 8)
     batches = sorted({max(1, round(largest * 1.25 * step / 48)) for step in range(1, 49)})
     moments = [planner.predict(setup, batch).peak for batch in batches]
@@ -89,9 +87,9 @@ def _batches(axes: Any, planner: Planner, plan: Plan) -> None:
     for loss, (label, colour) in LOSSES.items():
         sizes = []
         for count in counts:
-            request = changed(
-                plan.request, gpus=count, loss=loss, zero=plan.setup.zero, checkpointing=plan.setup.checkpointing,
-                global_batch=None, per_gpu_batch=None, micro_batch=None, accumulation=None,
+            request = plan.request.largest(
+                gpus=count, loss=loss, zero=plan.setup.zero, checkpointing=plan.setup.checkpointing,
+                micro_batch=None, accumulation=None,
             )  # fmt: skip
             best = planner.largest(request)
             sizes.append(best.global_batch if best.fits else float("nan"))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from disco_ds.engine.ds_config import BatchPlan, solve_batch
 from disco_ds.errors import ConfigError
 from disco_ds.loss.memory import keeps_logits
 from disco_ds.planner.coefficients import trace_key
 from disco_ds.planner.devices import Device
 from disco_ds.planner.memory import Prediction, Setup, predict
 from disco_ds.planner.models import ModelSource
-from disco_ds.planner.partitions import Buckets
 
 MODEL_FLOPS_SHARE = 0.4
 """Of a device's dense bf16 rate, what training reaches; assumed, the same for all settings."""
@@ -20,40 +20,47 @@ POLICIES = ("none", "every:2", "ops", "full")
 """What ``--checkpointing auto`` chooses from."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked. "auto" is chosen by the planner."""
+@dataclass(frozen=True, kw_only=True)
+class Request(Setup):
+    """What is asked: a setup in which stage and checkpointing may be "auto", which the planner chooses, and a batch."""
 
-    gpus: int
-    device: Device
+    gpu: Device
     global_batch: int | None = None
     per_gpu_batch: int | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
     """Micro-batches a step, as a ds_config's gradient_accumulation_steps says it."""
-    zero: int | str = "auto"
-    precision: str = "bf16"
+    zero: int | str = "auto"  # type: ignore[assignment]
     checkpointing: str = "auto"
-    loss: str = "one_block"
-    attention: str = "flash"
-    offload: str = "none"
-    optimizer: str = "adamw"
     fragmentation: float = 1.10
     reserve_bytes: int = 0
+    """Of each device, to leave free."""
     min_micro_batch: int = 64
+    """The smallest micro-batch that is tried for a given batch: smaller ones feed a device badly."""
     bandwidth_gb_s: float = 50.0
-    buckets: Buckets | None = None
-    tile: int | None = None
-    keep_logits: bool | str = "auto"
-    reuse_last: bool = False
-    reduce_once: bool = True
-    images_on_device: bool | str = False
-    """These five as in :class:`~disco_ds.planner.memory.Setup`."""
+    """Of a GPU's collectives, for the ranking."""
 
     @property
     def limit_bytes(self) -> int:
         """What a step may take: usable memory less the reserve."""
-        return self.device.usable_bytes - self.reserve_bytes
+        return self.gpu.usable_bytes - self.reserve_bytes
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether the batch is given, rather than to be the largest."""
+        return (self.global_batch or self.per_gpu_batch or (self.micro_batch and self.accumulation)) is not None
+
+    def largest(self, **changes: Any) -> Request:
+        """The request for the largest batch in place of a given one, with more changes."""
+        accumulation = self.accumulation if self.micro_batch is None else None
+        batch = {"global_batch": None, "per_gpu_batch": None, "accumulation": accumulation}
+        return replace(self, **{**batch, **changes})
+
+    def setup(self, zero: int, checkpointing: str) -> Setup:
+        """The setup with this stage and this policy."""
+        fixed = {name.name: getattr(self, name.name) for name in fields(Setup)}
+        runtime = self.gpu.runtime_bytes(self.gpus) if self.device == "cuda" else 0
+        return Setup(**{**fixed, "zero": zero, "checkpointing": checkpointing, "runtime_bytes": runtime})
 
 
 @dataclass
@@ -100,27 +107,19 @@ class Planner:
         """
         for policy in self.policies(request):
             for stage in stages(request):
-                yield Setup(
-                    gpus=request.gpus, zero=stage, precision=request.precision, checkpointing=policy,
-                    loss=request.loss, attention=request.attention, offload=request.offload,
-                    optimizer=request.optimizer,
-                    runtime_bytes=request.device.runtime_bytes(request.gpus),
-                    fragmentation=request.fragmentation, buckets=request.buckets,
-                    tile=request.tile, keep_logits=request.keep_logits, reuse_last=request.reuse_last,
-                    reduce_once=request.reduce_once, images_on_device=request.images_on_device,
-                )  # fmt: skip
+                yield request.setup(stage, policy)
 
     def policies(self, request: Request) -> tuple[str, ...]:
         """The checkpointing policies to look at: of an unknown model only the two extremes, each is a trace."""
         if request.checkpointing != "auto":
             return (request.checkpointing,)
-        shipped = tuple(p for p in POLICIES if self.source.has(trace_key(request.precision, p, request.attention)))
+        keys = {p: trace_key(request.precision, p, request.attention, request.device) for p in POLICIES}
+        shipped = tuple(policy for policy, key in keys.items() if key in self.source.in_table)
         return shipped or ("none", "full")
 
     def predict(self, setup: Setup, batch: int, micro: int | None = None) -> Prediction:
         """The memory of a step; traces the model where that has not been done."""
-        model = self.source.get(setup.precision, setup.checkpointing, setup.attention, setup.device)
-        return predict(model, setup, batch, micro)
+        return predict(self.source.of(setup), setup, batch, micro)
 
     def plan(self, request: Request, setup: Setup, batch: int, micro: int | None = None) -> Plan:
         """A plan for exactly this batch."""
@@ -133,9 +132,7 @@ class Planner:
         Raises:
             ConfigError: a batch that does not divide, or settings that do not go together.
         """
-        if request.global_batch is None and request.per_gpu_batch is None:
-            return self.largest(request)
-        return self.fastest(request, batch_per_gpu(request))
+        return self.fastest(request) if request.has_batch else self.largest(request)
 
     def largest(self, request: Request) -> Plan:
         """The largest batch; among settings that reach the same one, the fastest."""
@@ -173,13 +170,13 @@ class Planner:
             low -= low % 8
         return self.plan(request, setup, *cut(low))
 
-    def fastest(self, request: Request, batch: int) -> Plan:
-        """The plan for a given batch with the least estimated time; where none fits, the one nearest to fitting."""
+    def fastest(self, request: Request) -> Plan:
+        """The plan with the least estimated time for the batch given; where none fits, the one nearest to fitting."""
         fitting: list[Plan] = []
         nearest: list[Plan] = []
         for setup in self.setups(request):
-            for micro in micro_batches(request, batch):
-                plan = self.plan(request, setup, batch, micro)
+            for cut in cuts(request):
+                plan = self.plan(request, setup, cut.per_rank, cut.micro_batch)
                 if plan.fits:
                     fitting.append(plan)
                     break  # smaller micro-batches fit too, and are no faster
@@ -191,12 +188,12 @@ class Planner:
     def step_time(self, request: Request, prediction: Prediction) -> float:
         """Estimated seconds of a step."""
         setup = prediction.setup
-        model = self.source.get(setup.precision, setup.checkpointing, setup.attention, setup.device)
+        model = self.source.of(setup)
         forward = model.traces[setup.trace_key].forward_flops * prediction.per_gpu_batch
         passes = 3.0 + recomputed(setup.checkpointing)
         if prediction.accumulation > 1:
             passes += 1.0 - setup.reuse_last / prediction.accumulation
-        rate = request.device.tflops * 1e12 * MODEL_FLOPS_SHARE * (0.5 if setup.precision == "fp32" else 1.0)
+        rate = request.gpu.tflops * 1e12 * MODEL_FLOPS_SHARE * (0.5 if setup.precision == "fp32" else 1.0)
         compute = (forward * passes + loss_flops(setup, prediction.per_gpu_batch, model.embed_dim)) / rate
         if setup.gpus == 1:
             return compute
@@ -225,76 +222,27 @@ def stages(request: Request) -> tuple[int, ...]:
     return (int(request.zero),)
 
 
-def with_accumulation(request: Request, content: dict[str, Any]) -> Request:
-    """The request with a ds_config's gradient_accumulation_steps, whoever gave batch and micro-batch."""
-    steps = content.get("gradient_accumulation_steps", "auto")
-    if steps == "auto":
-        return request
-    request = changed(request, accumulation=steps)
-    open_batch = request.global_batch is None and request.per_gpu_batch is None
-    if open_batch and request.micro_batch is not None:
-        return changed(request, per_gpu_batch=request.micro_batch * steps)
-    return request
-
-
-def batch_per_gpu(request: Request) -> int:
-    """The batch of one GPU that the request names.
+def cuts(request: Request) -> list[BatchPlan]:
+    """How the batch that is given may be cut, largest micro-batch first: whole, then by its divisors down to
+    ``min_micro_batch``, unless a micro-batch or their number is given too.
 
     Raises:
         ConfigError: the numbers do not divide, or contradict each other.
     """
-    if request.global_batch is None:
-        assert request.per_gpu_batch is not None
-        return request.per_gpu_batch
-    if request.global_batch % request.gpus:
-        low = request.global_batch // request.gpus * request.gpus
-        near = " and ".join(str(v) for v in (low, low + request.gpus) if v > 0)
-        raise ConfigError(
-            f"--global-batch {request.global_batch} does not divide by --gpus {request.gpus}; nearest that do: {near}"
-        )
-    batch = request.global_batch // request.gpus
-    if request.per_gpu_batch not in (None, batch):
-        raise ConfigError(
-            f"--per-gpu-batch {request.per_gpu_batch} x --gpus {request.gpus} is not --global-batch "
-            f"{request.global_batch}"
-        )
-    return batch
-
-
-def micro_batches(request: Request, batch: int) -> list[int]:
-    """Sizes to try, largest first: the whole batch, then divisors down to the smallest that feeds a device.
-
-    Raises:
-        ConfigError: the micro-batch asked for does not divide the batch, or their number does not.
-    """
-    if request.accumulation is not None:
-        return [_micro_of_accumulation(request, batch, request.accumulation)]
-    if request.micro_batch is not None:
-        if batch % request.micro_batch:
-            raise ConfigError(
-                f"--micro-batch {request.micro_batch} does not divide the batch of {batch} pairs per GPU; nearest that "
-                f"does: {max(d for d in range(1, batch + 1) if batch % d == 0 and d <= request.micro_batch)}"
-            )
-        return [request.micro_batch]
-    divisors = [batch // k for k in range(1, batch + 1) if batch % k == 0]
-    feeding = [d for d in divisors if d >= min(request.min_micro_batch, batch)]
-    return feeding or [batch]
-
-
-def _micro_of_accumulation(request: Request, batch: int, steps: int) -> int:
-    if batch % steps:
-        low = batch // steps * steps
-        near = " and ".join(str(value) for value in (low, low + steps) if value > 0)
-        raise ConfigError(
-            f"gradient_accumulation_steps {steps} does not divide the batch of {batch} pairs per GPU; nearest batches "
-            f'that do: {near}. Or write "auto" for it in the ds_config'
-        )
-    if request.micro_batch not in (None, batch // steps):
-        raise ConfigError(
-            f"a micro-batch of {request.micro_batch} pairs x gradient_accumulation_steps {steps} is not the batch of "
-            f'{batch} pairs per GPU; write "auto" for one of them in the ds_config'
-        )
-    return batch // steps
+    gpus, total, per_gpu = request.gpus, request.global_batch, request.per_gpu_batch
+    names, micro, steps = ("--global-batch", "--micro-batch"), request.micro_batch, request.accumulation
+    if None not in (total, per_gpu) and total != per_gpu * gpus:  # type: ignore[operator]
+        raise ConfigError(f"--per-gpu-batch {per_gpu} x --gpus {gpus} is not --global-batch {total}")
+    if total is None and per_gpu is not None:  # then messages are about one GPU
+        one = solve_batch(1, per_gpu, micro, steps, names=("--per-gpu-batch", names[1]), ranks="")
+        whole = BatchPlan(per_gpu * gpus, one.micro_batch, one.accumulation, gpus)
+    else:
+        whole = solve_batch(gpus, total, micro, steps, names=names, ranks="--gpus {}")
+    if micro is not None or steps is not None:
+        return [whole]
+    batch = whole.per_rank
+    times = [k for k in range(1, batch + 1) if batch % k == 0 and batch // k >= min(request.min_micro_batch, batch)]
+    return [BatchPlan(whole.global_batch, batch // k, k, gpus) for k in times]
 
 
 def recomputed(policy: str) -> float:
@@ -330,8 +278,3 @@ def reduction_bytes(setup: Setup, parameters: int, accumulation: int) -> float:
         return size * parameters * (2.0 * reductions + 1.0)
     gathers = (3 if accumulation > 1 else 2) * accumulation
     return size * parameters * (reductions + gathers)
-
-
-def changed(request: Request, **changes: object) -> Request:
-    """The request with some fields changed."""
-    return replace(request, **changes)  # type: ignore[arg-type]

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from disco_ds.planner.coefficients import table
 from disco_ds.planner.memory import CATEGORIES, GIB
-from disco_ds.planner.search import (
-    MODEL_FLOPS_SHARE,
-    Plan,
-    Planner,
-    Request,
-    batch_per_gpu,
-    changed,
-    micro_batches,
-    stages,
-)
+from disco_ds.planner.search import MODEL_FLOPS_SHARE, Plan, Planner, Request, cuts, stages
 
 SCHEMA = "disco-plan/1"
 """The version in ``--json``: the number changes when a field changes its meaning or goes."""
@@ -40,7 +32,7 @@ def settings(plan: Plan) -> str:
         words.append(f"offload {setup.offload}")
     if setup.attention != "flash":
         words.append(f"{setup.attention} attention")
-    return ", ".join(words) + f", on {request.gpus} x {request.device.name}"
+    return ", ".join(words) + f", on {request.gpus} x {request.gpu.name}"
 
 
 def cut(plan: Plan) -> str:
@@ -55,9 +47,8 @@ def cut(plan: Plan) -> str:
 def headline(plan: Plan, name: str) -> list[str]:
     """The answer, in two lines."""
     request, prediction = plan.request, plan.prediction
-    asked = request.global_batch is not None or request.per_gpu_batch is not None
     verb = "fits" if plan.fits else "does not fit"
-    what = "batch" if asked or not plan.fits else "largest batch"
+    what = "batch" if request.has_batch or not plan.fits else "largest batch"
     first = f"{name}: {what} {plan.global_batch} = {cut(plan)} {verb}: {gib(prediction.peak_bytes)} of "
     first += f"{gib(request.limit_bytes)} GiB"
     return [first, f"with {settings(plan)}"]
@@ -85,7 +76,7 @@ def assumptions(plan: Plan) -> list[str]:
     """What the answer rests on."""
     setup, request = plan.setup, plan.request
     notes = [
-        f"{request.device.name}: {request.device.usable_gib:.2f} GiB usable"
+        f"{request.gpu.name}: {request.gpu.usable_gib:.2f} GiB usable"
         + (f", less a reserve of {gib(request.reserve_bytes)} GiB" if request.reserve_bytes else ""),
         f"runtime {gib(setup.runtime_bytes)} GiB: CUDA context, cuBLAS"
         + (", one NCCL communicator" if setup.gpus > 1 else ""),
@@ -94,7 +85,7 @@ def assumptions(plan: Plan) -> list[str]:
         else "buckets from --ds-config",
         f"attention: {setup.attention}",
         f"step time {plan.step_s:.2f} s: an estimate, only to rank settings by; {MODEL_FLOPS_SHARE:.0%} of "
-        f"{request.device.tflops:g} TFLOP/s,",
+        f"{request.gpu.tflops:g} TFLOP/s,",
         f"  collectives at {request.bandwidth_gb_s:g} GB/s (--bandwidth), not overlapped",
     ]  # fmt: skip
     if setup.checkpointing == "offload":
@@ -108,18 +99,18 @@ def what_if(planner: Planner, plan: Plan, count: int = 3) -> list[str]:
     """The single changes that move the answer most, as sentences, largest first."""
     request, setup = plan.request, plan.setup
     # everything that was left open is pinned to the answer's choice, then one thing changes
-    pinned = changed(request, zero=setup.zero, checkpointing=setup.checkpointing, global_batch=None, per_gpu_batch=None)
+    pinned = request.largest(zero=setup.zero, checkpointing=setup.checkpointing)
     base = planner.largest(pinned)
     options: list[tuple[str, Request]] = []
-    for policy in planner.policies(changed(request, checkpointing="auto")):
+    for policy in planner.policies(replace(request, checkpointing="auto")):
         if policy != setup.checkpointing:
-            options.append((policy_words(policy), changed(pinned, checkpointing=policy)))
+            options.append((policy_words(policy), replace(pinned, checkpointing=policy)))
     for stage in (0, 1, 2, 3) if setup.offload == "none" else ():
         if stage != setup.zero:
-            options.append((f"ZeRO {stage}", changed(pinned, zero=stage)))
+            options.append((f"ZeRO {stage}", replace(pinned, zero=stage)))
     for loss in ("one_block", "disco", "clip"):
         if loss != setup.loss:
-            options.append((f"loss {loss}", changed(pinned, loss=loss)))
+            options.append((f"loss {loss}", replace(pinned, loss=loss)))
     found: list[tuple[float, str]] = []
     start = base.prediction.per_gpu_batch if base.fits else 0
     for words, other in options:
@@ -173,26 +164,23 @@ def text_report(planner: Planner, plan: Plan, name: str, near: Plan | None = Non
     return "\n".join(lines)
 
 
-def compare(planner: Planner, request: Request, losses: Sequence[str] = ("one_block", "disco", "clip")) -> str:
+def settings_table(planner: Planner, request: Request, losses: Sequence[str] = ("one_block", "disco", "clip")) -> str:
     """ZeRO x checkpointing x loss: the largest batch of each, or the peak where a batch was given."""
-    given = request.global_batch is not None or request.per_gpu_batch is not None
-    columns = stages(changed(request, zero="auto"))
-    head = "peak in GiB, * over the device" if given else "largest batch per GPU"
-    lines = [f"{head}, {request.precision}, {request.gpus} x {request.device.name}"]
+    columns = stages(replace(request, zero="auto"))
+    head = "peak in GiB, * over the device" if request.has_batch else "largest batch per GPU"
+    lines = [f"{head}, {request.precision}, {request.gpus} x {request.gpu.name}"]
     lines.append(f"  {'checkpointing':<14}{'loss':<12}" + "".join(f"{f'ZeRO {stage}':>12}" for stage in columns))
-    for policy in planner.policies(changed(request, checkpointing="auto")):
+    for policy in planner.policies(replace(request, checkpointing="auto")):
         for loss in losses:
-            cells = [_cell(planner, changed(request, zero=s, checkpointing=policy, loss=loss), given) for s in columns]
+            cells = [_cell(planner, replace(request, zero=s, checkpointing=policy, loss=loss)) for s in columns]
             lines.append(f"  {policy:<14}{loss:<12}" + "".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
 
 
-def _cell(planner: Planner, request: Request, given: bool) -> str:
-    if given:
-        setup = next(iter(planner.setups(request)))
-        batch = batch_per_gpu(request)
-        whole = request.micro_batch is None and request.accumulation is None
-        plan = planner.plan(request, setup, batch, batch if whole else micro_batches(request, batch)[0])
+def _cell(planner: Planner, request: Request) -> str:
+    if request.has_batch:
+        setup, cut = next(iter(planner.setups(request))), cuts(request)[0]
+        plan = planner.plan(request, setup, cut.per_rank, cut.micro_batch)
         return gib(plan.prediction.peak_bytes) + ("" if plan.fits else "*")
     plan = planner.largest(request)
     return str(plan.prediction.per_gpu_batch) if plan.fits else "-"
@@ -217,7 +205,7 @@ def as_json(plan: Plan, name: str, near: Plan | None = None, notes: Iterable[str
         "moments_bytes": {moment.name: moment.total for moment in prediction.moments.values()},
         "binding": prediction.binding,
         "settings": {
-            "gpus": setup.gpus, "device": request.device.name, "zero": setup.zero, "precision": setup.precision,
+            "gpus": setup.gpus, "device": request.gpu.name, "zero": setup.zero, "precision": setup.precision,
             "checkpointing": setup.checkpointing, "loss": setup.loss, "offload": setup.offload,
             "attention": setup.attention, "optimizer": setup.optimizer,
         },

@@ -8,8 +8,8 @@ from typing import Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import Coefficients
+from disco_ds.planner.from_ds_config import planned_buckets
 from disco_ds.planner.models import ModelSource
-from disco_ds.planner.partitions import default_buckets
 from disco_ds.planner.search import Plan
 
 DS_CONFIG, RUN = "ds_config.json", "run.yaml"
@@ -21,7 +21,7 @@ def ds_config(plan: Plan, model: Coefficients) -> dict[str, Any]:
     ``overlap_comm`` stays "auto": true on GPUs, as planned, and false where a plan is tried on a CPU.
     """
     prediction, setup = plan.prediction, plan.setup
-    buckets = setup.buckets or default_buckets(model, setup.device)
+    buckets = setup.buckets or planned_buckets({}, model, setup.device, absent="auto")
     zero: dict[str, Any] = {"stage": setup.zero}
     if setup.zero:
         zero |= {
@@ -100,9 +100,8 @@ def write_plan(
     """
     import yaml
 
-    setup = plan.setup
-    model = source.get(setup.precision, setup.checkpointing, setup.attention, setup.device)
-    head = f"# {plan.global_batch} pairs a step on {setup.gpus} x {plan.request.device.name}, by disco-plan\n"
+    setup, model = plan.setup, source.of(plan.setup)
+    head = f"# {plan.global_batch} pairs a step on {setup.gpus} x {plan.request.gpu.name}, by disco-plan\n"
     head += f"# {DS_CONFIG} has the same batch: for other micro-batches or another number of GPUs plan again,\n"
     head += '# or write "auto" for its three batch keys\n'
     if data is None:

@@ -18,7 +18,7 @@ from disco_ds.run_layout import HELDOUT, MEMORY, STARTS
 
 if TYPE_CHECKING:
     from disco_ds.evaluation.result import EvalResult, RankedImage
-    from disco_ds.planner.auto import Measured
+    from disco_ds.planner.compare import Measured
     from disco_ds.planner.memory import Prediction
     from disco_ds.run.prepare import Run
 

@@ -25,7 +25,7 @@ from disco_ds.errors import CheckpointError
 from disco_ds.evaluation.evaluate import evaluate
 from disco_ds.evaluation.result import EvalResult, format_result
 from disco_ds.model.preprocess import preprocessing
-from disco_ds.planner import auto as live
+from disco_ds.planner import compare
 from disco_ds.report.picture import write_page, write_report
 from disco_ds.run.prepare import Run
 from disco_ds.run.profiler import Profiler
@@ -87,13 +87,13 @@ def compare_memory(run: Run) -> None:
     if run.device.type != "cuda" or dist.get_rank() != 0:
         return
     try:
-        prediction = live.predict_run(run.config, run.engine_config, device=run.device)
+        prediction = compare.predict_run(run.config, run.engine_config, device=run.device)
     except Exception as error:  # a model that cannot be traced is no reason to stop: this is advice
         run.telemetry.message(f"memory: not predicted ({error})")
         return
-    measured = live.measure(run.engine, run.device)
+    measured = compare.measure(run.engine, run.device)
     record_memory(run, prediction, measured)
-    line, warning = live.compare(prediction, measured)
+    line, warning = compare.beside_plan(prediction, measured)
     run.telemetry.message(line)
     if warning is not None:
         run.telemetry.message(warning)

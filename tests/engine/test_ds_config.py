@@ -7,17 +7,27 @@ import json
 import pytest
 
 from disco_ds.config.schema import RunConfig
-from disco_ds.engine import ds_checks
-from disco_ds.engine.ds_checks import read_ds_config
-from disco_ds.engine.ds_config import fill_buckets, resolve
+from disco_ds.engine.buckets import fill_buckets
+from disco_ds.engine.ds_config import resolve
+from disco_ds.engine.ds_schema import DsConfig, read_ds_config
+from disco_ds.engine.refused_keys import REFUSED
 from disco_ds.errors import ConfigError
-from disco_ds.planner import from_ds_config
+from disco_ds.planner.from_ds_config import choices
 from tests.helpers.ranks import ROOT
 
 
 def solved(ds=None, world_size=2, on_gpu=False, **fields):
     config = RunConfig(data={"train": "x"}, steps=1, **fields)
     return resolve(config, ds or {}, world_size=world_size, on_gpu=on_gpu, source="ds.json")
+
+
+def with_buckets(engine_config, parameters, largest):
+    zero = engine_config.deepspeed["zero_optimization"]
+    return zero, fill_buckets(zero, parameters, largest, on_gpu=False, source="ds.json")
+
+
+def read_for_the_planner(path):
+    return read_ds_config(path, "--ds-config", deepspeed=False)
 
 
 def batch_of(engine_config):
@@ -28,7 +38,7 @@ def batch_of(engine_config):
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
 def test_shipped_ds_configs_resolve(path):
     engine_config = solved(read_ds_config(path), global_batch=64)
-    fill_buckets(engine_config, 1_000_000, 400_000, on_gpu=False)
+    with_buckets(engine_config, 1_000_000, 400_000)
     assert batch_of(engine_config) == (64, 32, 1)
     assert "auto" not in json.dumps(engine_config.deepspeed)
     assert engine_config.zero_stage == int(path.stem[4])
@@ -117,7 +127,7 @@ def test_named_errors_of_ds_config_files(tmp_path, content, words):
     assert all(word in str(caught.value) for word in ["bad.json", *words]), caught.value
 
 
-@pytest.mark.parametrize("read", [read_ds_config, from_ds_config.read], ids=["run", "planner"])
+@pytest.mark.parametrize("read", [read_ds_config, read_for_the_planner], ids=["run", "planner"])
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -128,6 +138,8 @@ def test_named_errors_of_ds_config_files(tmp_path, content, words):
             {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
             ["zero_optimization.offload_optimizer", '{"device": "cpu"}', "'cpu'"],
         ),
+        ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage: expected 0, 1, 2 or 3, found true"]),
+        ({"zero_optimization": {"sub_group_size": "1e9"}}, ["sub_group_size", "write 1e9 without quotes"]),
         ({"zero_optimization": {"stage": "2"}}, ["zero_optimization.stage", "write 2 without quotes"]),
         (
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}},
@@ -158,7 +170,7 @@ def test_a_value_of_another_kind_is_named_by_both_readers(tmp_path, read, conten
     assert all(word in str(caught.value) for word in ["bad.json", *words]), caught.value
 
 
-@pytest.mark.parametrize("read", [read_ds_config, from_ds_config.read], ids=["run", "planner"])
+@pytest.mark.parametrize("read", [read_ds_config, read_for_the_planner], ids=["run", "planner"])
 def test_null_means_absent_and_round_floats_are_whole_numbers(tmp_path, read):
     path = tmp_path / "ok.json"
     zero = {"stage": 2, "offload_optimizer": None, "reduce_bucket_size": 5e8, "offload_param": {"nvme_path": None}}
@@ -169,7 +181,7 @@ def test_null_means_absent_and_round_floats_are_whole_numbers(tmp_path, read):
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000, "offload_param": {}},
     }
     assert isinstance(content["train_batch_size"], int)
-    assert from_ds_config.choices(content, 2) == {"zero": 2, "global_batch": 64}
+    assert choices(content, 2) == {"zero": 2, "global_batch": 64}
     assert "offload_optimizer" not in solved(content).deepspeed["zero_optimization"]
 
 
@@ -198,7 +210,7 @@ def test_deepspeeds_other_keys_are_not_called_unknown():
 
     config.DeepSpeedConfig(Recording(train_batch_size=1))
     assert {"zero_optimization", "hybrid_engine", "comet"} <= asked  # it records what it should
-    assert asked - ds_checks._TAKEN - ds_checks.REFUSED.keys() == set()
+    assert asked - DsConfig.model_fields.keys() - REFUSED.keys() == set()
 
 
 @pytest.mark.parametrize(
@@ -235,19 +247,18 @@ def test_recomputing_by_deepspeed_needs_a_policy_that_recomputes():
 def test_named_errors_that_need_the_model(zero, words):
     engine_config = solved({"zero_optimization": zero}, global_batch=2)
     with pytest.raises(ConfigError) as caught:
-        fill_buckets(engine_config, 1234, 1000, on_gpu=False)
+        with_buckets(engine_config, 1234, 1000)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_a_bucket_larger_than_the_model_is_lowered_and_said():
     engine_config = solved({"zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}, global_batch=2)
-    fill_buckets(engine_config, 1235, 1000, on_gpu=False)
-    assert engine_config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 1236
-    assert "lowered from 5e+08" in engine_config.filled["zero_optimization.reduce_bucket_size"]
+    zero, filled = with_buckets(engine_config, 1235, 1000)
+    assert zero["reduce_bucket_size"] == 1236
+    assert "lowered from 5e+08" in filled["zero_optimization.reduce_bucket_size"]
 
 
 def test_buckets_fit_the_model():
     engine_config = solved({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, global_batch=2)
-    fill_buckets(engine_config, 1234, 1000, on_gpu=False)
-    assert engine_config.deepspeed["zero_optimization"]["reduce_bucket_size"] == 1234
-    assert engine_config.filled["zero_optimization.reduce_bucket_size"] == 1234
+    zero, filled = with_buckets(engine_config, 1234, 1000)
+    assert zero["reduce_bucket_size"] == filled["zero_optimization.reduce_bucket_size"] == 1234

@@ -7,19 +7,21 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from disco_ds.cli.plan import main
 from disco_ds.config.read import read_run
 from disco_ds.config.schema import RunConfig
-from disco_ds.engine.ds_checks import read_ds_config
-from disco_ds.engine.ds_config import fill_buckets, resolve
+from disco_ds.engine.buckets import fill_buckets
+from disco_ds.engine.ds_config import resolve
+from disco_ds.engine.ds_schema import read_ds_config
 from disco_ds.planner.coefficients import shipped
 from disco_ds.planner.devices import device_with
 from disco_ds.planner.memory import CATEGORIES
 from disco_ds.planner.models import ModelSource
-from disco_ds.planner.search import Planner, Request, changed
+from disco_ds.planner.search import Planner, Request
 from disco_ds.planner.text import SCHEMA
 from disco_ds.planner.tracing.selfcheck import PROBE
 from disco_ds.planner.write import write_plan
@@ -167,14 +169,14 @@ def test_the_written_files_resolve_to_the_plan(capsys, tmp_path, extra):
         config, read_ds_config(files / "ds_config.json"), world_size=8, on_gpu=True, source="ds_config.json"
     )
     model = shipped("ViT-B-32")
-    fill_buckets(resolved, model.parameters, model.largest, on_gpu=True)
+    zero = resolved.deepspeed["zero_optimization"]
+    fill_buckets(zero, model.parameters, model.largest, on_gpu=True, source="ds_config.json")
     assert resolved.batch.global_batch == 8192
     assert resolved.batch.micro_batch == answer["micro_batch"]
     assert resolved.batch.accumulation == answer["accumulation"]
     assert resolved.precision == answer["settings"]["precision"]
     assert resolved.zero_stage == answer["settings"]["zero"]
     assert config.model.checkpointing == answer["settings"]["checkpointing"]
-    zero = resolved.deepspeed["zero_optimization"]
     assert "auto" not in zero.values()
     assert zero.get("reduce_bucket_size", 0) <= model.parameters + 1
     capsys.readouterr()  # DeepSpeed's greetings
@@ -203,12 +205,12 @@ def test_the_written_run_has_every_option_that_was_planned_with(tmp_path):
     options_given = {"tile": 512, "keep_logits": True, "reduce_once": False, "images_on_device": "cached",
                      "reuse_last": True}  # fmt: skip
     source = ModelSource("ViT-B-32")
-    request = Request(gpus=8, device=device_with("80G"), global_batch=8192, micro_batch=256, **options_given)
+    request = Request(gpus=8, gpu=device_with("80G"), global_batch=8192, micro_batch=256, **options_given)
     _, path = write_plan(tmp_path, Planner(source).best(request), source)
     config = read_run(path, {})
     assert (config.loss.tile, config.loss.keep_logits) == (512, True)
     assert (config.cached.images, config.cached.reduce, config.cached.reuse_last) == ("device", "each", True)
-    write_plan(tmp_path, Planner(source).best(changed(request, loss="disco")), source)
+    write_plan(tmp_path, Planner(source).best(replace(request, loss="disco")), source)
     assert read_run(path, {}).loss.kind == "disco"
 
 
@@ -237,7 +239,8 @@ def test_an_accumulation_alone_in_a_ds_config_is_kept(capsys, tmp_path):
         assert json.loads(run(capsys, *words, *extra)[1])["accumulation"] == 4
     status, _, err = run(capsys, *words, "--global-batch", "1040")
     assert status == 2
-    assert "gradient_accumulation_steps 4 does not divide the batch of 130" in err
+    assert "--global-batch 1040 does not divide by --gpus 8 x gradient_accumulation_steps 4; nearest that do: " in err
+    assert "1024 and 1056" in err
 
 
 def test_a_picture_is_drawn_or_matplotlib_is_asked_for(capsys, tmp_path, monkeypatch):

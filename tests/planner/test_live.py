@@ -8,8 +8,10 @@ import torch
 from disco_ds.config.schema import RunConfig
 from disco_ds.engine.ds_config import resolve
 from disco_ds.errors import ConfigError
-from disco_ds.planner.auto import Measured, compare, fill_auto, planned_buckets, predict_run
+from disco_ds.planner.auto import fill_auto
 from disco_ds.planner.coefficients import shipped
+from disco_ds.planner.compare import Measured, beside_plan, predict_run
+from disco_ds.planner.from_ds_config import planned_buckets
 from disco_ds.planner.memory import Setup, predict
 from disco_ds.planner.tracing.selfcheck import PROBE
 
@@ -98,7 +100,7 @@ def test_keys_that_a_ds_config_leaves_out_are_planned_as_they_are_filled_in(zero
     assert prediction.peak.bytes == plan.prediction.peak.bytes
     # and on a GPU, where "auto" overlaps, the same buckets
     model = shipped("ViT-B-32")
-    planned = planned_buckets(content, model, "cuda")
+    planned = planned_buckets(content, model, "cuda", absent="auto")
     assert planned.overlap
     assert planned.reduce == zero.get("reduce_bucket_size", planned.reduce) <= model.parameters + 1
 
@@ -129,10 +131,12 @@ def test_an_accumulation_of_the_ds_config_is_honoured_or_refused():
 def test_a_measurement_beside_the_plan_warns_above_five_per_cent():
     prediction = predict(shipped("ViT-B-32"), Setup(gpus=8, zero=2, runtime_bytes=1 << 30, fragmentation=1.1), 256)
     planned = prediction.peak_bytes - (1 << 30) - prediction.peak.bytes["fragmentation"]
-    line, warning = compare(prediction, Measured(int(planned * 1.03), int(planned * 1.2), {"parameters": 303 << 20}))
+    line, warning = beside_plan(
+        prediction, Measured(int(planned * 1.03), int(planned * 1.2), {"parameters": 303 << 20})
+    )
     assert warning is None
     assert "+3.0%" in line
     assert "parameters" in line
-    line, warning = compare(prediction, Measured(int(planned * 1.08), int(planned * 1.2), {}))
+    line, warning = beside_plan(prediction, Measured(int(planned * 1.08), int(planned * 1.2), {}))
     assert "8.0% more memory than planned" in warning
-    assert "less" in compare(prediction, Measured(int(planned * 0.9), planned, {}))[1]
+    assert "less" in beside_plan(prediction, Measured(int(planned * 0.9), planned, {}))[1]

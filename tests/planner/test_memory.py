@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,8 @@ from disco_ds.planner.devices import DEVICES, device_named, device_with
 from disco_ds.planner.memory import CATEGORIES, Setup, predict
 from disco_ds.planner.models import ModelSource
 from disco_ds.planner.partitions import Held, full_buckets, owned_gradients
-from disco_ds.planner.search import Planner, Request, changed, with_accumulation
-from disco_ds.planner.text import compare
+from disco_ds.planner.search import Planner, Request, cuts
+from disco_ds.planner.text import settings_table
 
 DOZEN = (
     "ViT-B-32", "ViT-B-16", "ViT-S-32", "ViT-M-32", "ViT-L-14", "ViT-H-14", "ViT-bigG-14", "RN50", "RN101",
@@ -132,7 +133,7 @@ def test_sizes_are_those_a_device_is_sold_with():
 )  # fmt: skip
 def test_no_plan_that_fits_is_over_the_device(name, zero, policy, precision, loss, gpus, size, micro):
     request = Request(
-        gpus=gpus, device=device_with(f"{size}G"), zero=zero, checkpointing=policy, precision=precision, loss=loss,
+        gpus=gpus, gpu=device_with(f"{size}G"), zero=zero, checkpointing=policy, precision=precision, loss=loss,
         micro_batch=micro,
     )  # fmt: skip
     planner = Planner(ModelSource(name, silent))
@@ -153,7 +154,7 @@ def test_more_memory_more_gpus_or_less_precision_never_lower_the_batch(name):
     source = ModelSource(name, silent)
     reached = {}
     for gpus, mem, precision in itertools.product(GPUS, MEMORY, ("bf16", "amp")):
-        request = Request(gpus=gpus, device=device_with(mem), precision=precision, min_micro_batch=1)
+        request = Request(gpus=gpus, gpu=device_with(mem), precision=precision, min_micro_batch=1)
         best = Planner(source).best(request)
         reached[gpus, mem, precision] = best.global_batch if best.fits else 0
     for (gpus, mem, precision), batch in reached.items():
@@ -166,7 +167,7 @@ def test_more_memory_more_gpus_or_less_precision_never_lower_the_batch(name):
 
 
 def test_a_given_batch_gets_settings_that_fit_with_the_least_estimated_time():
-    request = Request(gpus=8, device=device_with("40G"), global_batch=32768, precision="amp")
+    request = Request(gpus=8, gpu=device_with("40G"), global_batch=32768, precision="amp")
     planner = Planner(ModelSource("ViT-B-32", silent))
     best = planner.best(request)
     assert best.fits
@@ -175,7 +176,7 @@ def test_a_given_batch_gets_settings_that_fit_with_the_least_estimated_time():
         for micro in (4096, 2048, 1024, 512):
             other = planner.plan(request, setup, 4096, micro)
             assert not other.fits or other.step_s >= best.step_s
-    whole = planner.best(changed(request, micro_batch=4096, checkpointing="none"))
+    whole = planner.best(replace(request, micro_batch=4096, checkpointing="none"))
     assert not whole.fits
 
 
@@ -214,20 +215,20 @@ def test_cached_gradients_take_the_memory_of_a_micro_batch():
 def test_a_request_hands_on_what_changes_the_memory(option, moment, added):
     planner = Planner(ModelSource("ViT-B-32", silent))
     request = Request(
-        gpus=8, device=device_with("80G"), global_batch=32768, micro_batch=512, zero=2, checkpointing="none",
+        gpus=8, gpu=device_with("80G"), global_batch=32768, micro_batch=512, zero=2, checkpointing="none",
         keep_logits=False, tile=256,
     )  # fmt: skip
-    before, after = (planner.best(r).prediction.moments[moment].total for r in (request, changed(request, **option)))
+    before, after = (planner.best(r).prediction.moments[moment].total for r in (request, replace(request, **option)))
     assert (after - before) / added > 0.9, (before, after)
-    assert planner.best(changed(request, **option)).setup.checkpointing == "none"
+    assert planner.best(replace(request, **option)).setup.checkpointing == "none"
 
 
 def test_one_reduction_a_step_is_estimated_to_be_faster_than_several():
     planner = Planner(ModelSource("ViT-B-32", silent))
-    once = Request(gpus=8, device=device_with("80G"), global_batch=32768, micro_batch=512, checkpointing="none")
+    once = Request(gpus=8, gpu=device_with("80G"), global_batch=32768, micro_batch=512, checkpointing="none")
     for zero in (2, 3):
-        request = changed(once, zero=zero)
-        assert planner.best(request).step_s < planner.best(changed(request, reduce_once=False)).step_s
+        request = replace(once, zero=zero)
+        assert planner.best(request).step_s < planner.best(replace(request, reduce_once=False)).step_s
 
 
 def test_images_that_wait_between_two_passes_do_not_wait_where_there_is_one():
@@ -240,29 +241,33 @@ def test_images_that_wait_between_two_passes_do_not_wait_where_there_is_one():
 
 def test_a_number_of_micro_batches_is_kept():
     planner = Planner(ModelSource("ViT-B-32", silent))
-    request = Request(gpus=8, device=device_with("24G"))
-    assert with_accumulation(request, {"gradient_accumulation_steps": "auto"}) is request
-    four = with_accumulation(request, {"gradient_accumulation_steps": 4})
+    four = Request(gpus=8, gpu=device_with("24G"), accumulation=4)
     largest = planner.best(four)
     assert largest.fits
     assert largest.prediction.accumulation == 4
     more = largest.prediction.micro_batch + 8
-    assert planner.predict(largest.setup, 4 * more, more).peak_bytes > request.limit_bytes
-    assert planner.best(changed(four, global_batch=32 * 64)).prediction.micro_batch == 64
-    both = with_accumulation(changed(request, micro_batch=32), {"gradient_accumulation_steps": 4})
-    assert planner.best(both).global_batch == 32 * 4 * 8
-    with pytest.raises(ConfigError, match="nearest batches that do: 128 and 132"):
-        planner.best(changed(four, per_gpu_batch=130))
-    with pytest.raises(ConfigError, match="micro-batch of 16 pairs x gradient_accumulation_steps 4"):
-        planner.best(changed(four, per_gpu_batch=128, micro_batch=16))
+    assert planner.predict(largest.setup, 4 * more, more).peak_bytes > four.limit_bytes
+    assert planner.best(replace(four, global_batch=32 * 64)).prediction.micro_batch == 64
+    assert planner.best(replace(four, micro_batch=32)).global_batch == 32 * 4 * 8
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps 4; nearest that do: 128 and 132"):
+        planner.best(replace(four, per_gpu_batch=130))
+    with pytest.raises(ConfigError, match="128 is not --micro-batch 16 x gradient_accumulation_steps 4 = 64"):
+        planner.best(replace(four, per_gpu_batch=128, micro_batch=16))
+
+
+def test_a_batch_is_cut_by_its_divisors_from_the_whole_down():
+    request = Request(gpus=2, gpu=device_with("24G"), global_batch=400, min_micro_batch=30)
+    assert [(cut.micro_batch, cut.accumulation) for cut in cuts(request)] == [(200, 1), (100, 2), (50, 4), (40, 5)]
+    assert [cut.micro_batch for cut in cuts(replace(request, min_micro_batch=1000))] == [200]
+    assert [cut.accumulation for cut in cuts(replace(request, micro_batch=10))] == [20]
 
 
 def test_offload_leaves_the_stages_that_there_are():
     planner = Planner(ModelSource("ViT-B-32", silent))
     for offload, columns in (("none", "0123"), ("optimizer", "123"), ("all", "3")):
         for batch in (None, 4096):
-            request = Request(gpus=8, device=device_with("24G"), offload=offload, global_batch=batch)
-            head = compare(planner, request).splitlines()[1]
+            request = Request(gpus=8, gpu=device_with("24G"), offload=offload, global_batch=batch)
+            head = settings_table(planner, request).splitlines()[1]
             assert [word for word in head.split() if word.isdigit()] == list(columns)
     for wrong in ({"zero": 0, "offload": "optimizer"}, {"zero": 2, "offload": "all"}, {"offload": "some"}, {"zero": 4}):
         with pytest.raises(ConfigError, match="--offload" if "offload" in wrong else "--zero"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from disco_ds.config.schema import ModelConfig, RunConfig
 from disco_ds.engine.ds_config import resolve
-from disco_ds.planner import from_ds_config
+from disco_ds.planner.from_ds_config import planned_buckets
 from disco_ds.planner.memory import Setup, predict
 from disco_ds.planner.models import ModelSource
 from disco_ds.planner.tracing.storages import LiveStorages
@@ -92,7 +92,7 @@ def planned_peak(source: ModelSource, model: dict, case: tuple, micro: int) -> t
     sizes = source.get(precision, policy, device="cpu")
     setup = Setup(
         gpus=2, zero=stage, precision=precision, checkpointing=policy, loss=config.loss.kind, device="cpu",
-        buckets=from_ds_config.buckets(content, sizes, "cpu"),
+        buckets=planned_buckets(content, sizes, "cpu"),
     )  # fmt: skip
     prediction = predict(sizes, setup, micro * cuts, micro)
     return prediction.peak_bytes, prediction.peak.name

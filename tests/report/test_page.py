@@ -326,8 +326,8 @@ def test_the_comparison_of_memory_as_a_run_writes_it(tmp_path, capsys):
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from disco_ds.planner.auto import Measured
     from disco_ds.planner.coefficients import shipped
+    from disco_ds.planner.compare import Measured
     from disco_ds.planner.memory import Setup, predict
     from disco_ds.report.bars import memory_parts
     from disco_ds.run.recorder import record_memory
