@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# before torch is imported: on tensors this small, threads cost ten times what they gain, and ranks share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saved_runs import RUNS, save_runs
