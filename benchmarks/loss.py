@@ -26,52 +26,21 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-OFFICIAL = "official DisCo"
+OFFICIAL, ORIGINAL = "official DisCo", "original CLIP"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
-
-class _OfficialGather(torch.autograd.Function):
-    """The gather of the official recipe, to the letter: a list of buffers, joined; backward averages and slices."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:
-        parts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own)
-        return torch.cat(parts, 0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        (gradient,) = gradients
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        gradient.div_(dist.get_world_size())  # ReduceOp.AVG, which gloo does not have
-        b = len(gradient) // dist.get_world_size()
-        return gradient[dist.get_rank() * b : (dist.get_rank() + 1) * b]
-
-
-def official_disco(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The loss of https://github.com/IDEA-Research/DisCo-CLIP; its tower gradients are 1/N of the truth."""
-    b, rank = len(image), dist.get_rank()
-    images, texts = _OfficialGather.apply(image), _OfficialGather.apply(text)
-    own = slice(rank * b, (rank + 1) * b)
-    per_image, per_text = scale * images[own] @ texts.T, scale * texts[own] @ images.T
-    labels = torch.arange(own.start, own.stop)
-    return (
-        torch.nn.functional.cross_entropy(per_image, labels) + torch.nn.functional.cross_entropy(per_text, labels)
-    ) / 2
 
 
 def contenders() -> dict[str, Callable[..., torch.Tensor]]:
     """Losses by name, each called with image features, text features and scale."""
     import open_clip
 
-    from disco_ds.loss.contrastive import ContrastiveLoss
-    from disco_ds.loss.peers import OriginalClipLoss
+    from benchmarks.support.rivals import official_disco, original_clip
+    from disco_ds import ContrastiveLoss
 
     rank, size = dist.get_rank(), dist.get_world_size()
     return {
         OFFICIAL: official_disco,
-        "original CLIP": OriginalClipLoss(),
+        ORIGINAL: original_clip,
         "open_clip": open_clip.ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=size),
         "one block, kept": ContrastiveLoss(keep_logits=True),
         "one block, recomputed": ContrastiveLoss(keep_logits=False),
@@ -103,9 +72,9 @@ def measure(batch: int, dim: int, dtype: str, rounds: int, kind: str, seed: int)
         run(loss)  # warms up libraries and allocator
         with LiveBytes(image, text, scale) as live:
             run(loss)
-        # As an engine would: averaged over ranks. The official recipe is short of a factor N here; its error is taken
-        # after that is put right, so that it is one of arithmetic.
-        factor = 1.0 if name == OFFICIAL else 1 / size
+        # As an engine would: averaged over ranks. The first two are short of a factor N; their error is taken after
+        # that is put right, so that it is one of arithmetic.
+        factor = 1.0 if name in (OFFICIAL, ORIGINAL) else 1 / size
         errors = [relative_error(x.grad * factor, expected[tower]) for tower, x in (("image", image), ("text", text))]
         of_scale = scale.grad.double()
         dist.all_reduce(of_scale)

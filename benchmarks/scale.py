@@ -17,7 +17,6 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from disco_ds.loss.contrastive import contrastive_loss, loss_bytes  # noqa: E402
-from disco_ds.loss.ranks import Pending, Ranks  # noqa: E402
+from disco_ds import contrastive_loss, loss_bytes  # noqa: E402
+from disco_ds.loss.ranks import Ranks  # noqa: E402
 from tests.helpers.loss_reference import make_features, relative_error, streamed_reference  # noqa: E402
 
 
@@ -66,22 +65,18 @@ class ThreadRanks(Ranks):
         self.rank = rank
         self.size = meeting.size
 
-    def share(self, words: Tensor) -> Tensor:
-        return torch.stack(self.meeting.exchange(self.rank, words))
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, rows))
 
-    def gather(self, rows: Tensor, counts: Sequence[int]) -> Pending:
-        return Pending(torch.cat(self.meeting.exchange(self.rank, rows)))
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        everyone = self.meeting.exchange(self.rank, rows)
+        return torch.stack([x.chunk(self.size)[self.rank] for x in everyone]).sum(0)
 
-    def transpose(self, parts: Tensor, counts: Sequence[int]) -> Tensor:
-        everyone = self.meeting.exchange(self.rank, parts)
-        return torch.stack([x.split(list(counts))[self.rank] for x in everyone])
-
-    def reduce_scatter(self, parts: Tensor, counts: Sequence[int]) -> Pending:
-        everyone = self.meeting.exchange(self.rank, parts)
-        return Pending(torch.stack([x.split(list(counts))[self.rank] for x in everyone]).sum(0))
-
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         return values.copy_(torch.stack(self.meeting.exchange(self.rank, values.clone())).sum(0))
+
+    def max(self, values: Tensor) -> Tensor:
+        return values.copy_(torch.stack(self.meeting.exchange(self.rank, values.clone())).amax(0))
 
 
 def run(ranks: int, b: int, dim: int, features: str, seed: int, checked: int, threads: int) -> dict[str, float]:

@@ -14,7 +14,6 @@ _HOME = {
     "contrastive_loss": "disco_ds.loss.contrastive",
     "ContrastiveLoss": "disco_ds.loss.contrastive",
     "build_loss": "disco_ds.loss.contrastive",
-    "gather_ahead": "disco_ds.loss.contrastive",
     "loss_bytes": "disco_ds.loss.memory",
     "ClipLoss": "disco_ds.loss.open_clip",
     "SigmoidLoss": "disco_ds.loss.sigmoid",
@@ -30,14 +29,13 @@ __all__ = [
     "__version__",
     "build_loss",
     "contrastive_loss",
-    "gather_ahead",
     "loss_bytes",
     "plan",
 ]
 
 if TYPE_CHECKING:
     from disco_ds.config.schema import RunConfig
-    from disco_ds.loss.contrastive import ContrastiveLoss, build_loss, contrastive_loss, gather_ahead
+    from disco_ds.loss.contrastive import ContrastiveLoss, build_loss, contrastive_loss
     from disco_ds.loss.memory import loss_bytes
     from disco_ds.loss.open_clip import ClipLoss
     from disco_ds.loss.sigmoid import SigmoidLoss

@@ -131,31 +131,30 @@ class DataConfig(_Section):
 
 
 class LossConfig(_Section):
-    """The contrastive loss. Every kind is exact: the gradient is that of the whole global batch."""
+    """The contrastive loss. It is exact: the gradient is that of the whole global batch."""
 
-    kind: Literal["one_block", "disco", "clip", "sigmoid"] = "one_block"
-    """"one_block": ours. "disco": the DisCo recipe. "clip": the original, B x B on every rank. "sigmoid": SigLIP."""
+    kind: Literal["one_block", "sigmoid"] = "one_block"
+    """"one_block": CLIP's softmax, one block of logits a rank. "sigmoid": SigLIP's, for models with a bias."""
     tile: PositiveInt | None = None
-    """Columns of logits computed at a time (one_block, sigmoid). null: chosen by size."""
+    """Columns of logits computed at a time. null: chosen by size."""
     keep_logits: bool | Literal["auto"] = "auto"
     """Keep the rank's block of logits for the second pass (faster) or recompute it (smaller). one_block only."""
-    overlap: bool | Literal["auto"] = "auto"
-    """Gather texts while images are encoded: one_block, whole (not cached) steps, ZeRO 0 to 2 only. auto: on GPUs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_release_0_1(cls, values: Any) -> Any:
+        # run files of that release hold it; it changed the time of a step and nothing else
+        return {k: v for k, v in values.items() if k != "overlap"} if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _options_of_the_kind(self) -> LossConfig:
-        if self.tile is not None and self.kind not in ("one_block", "sigmoid"):
-            raise ValueError(f"loss.tile: the loss {self.kind!r} has no tiles; leave it out")
         if self.keep_logits != "auto" and self.kind != "one_block":
             raise ValueError(f"loss.keep_logits: the loss {self.kind!r} has no such choice; leave it out")
-        if self.overlap is True and self.kind != "one_block":
-            raise ValueError(f"loss.overlap: the loss {self.kind!r} does not gather texts ahead; leave it out")
         return self
 
     def options(self) -> dict[str, Any]:
-        """What :func:`disco_ds.loss.contrastive.build_loss` takes for this kind."""
-        tiles = {"tile": self.tile} if self.kind in ("one_block", "sigmoid") else {}
-        return {**tiles, "keep_logits": self.keep_logits} if self.kind == "one_block" else tiles
+        """What :func:`disco_ds.build_loss` takes for this kind."""
+        return {"tile": self.tile, **({"keep_logits": self.keep_logits} if self.kind == "one_block" else {})}
 
 
 class CachedConfig(_Section):

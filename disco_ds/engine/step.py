@@ -19,7 +19,6 @@ from torch import Tensor
 from disco_ds.engine.deepspeed_engine import update_or_skip
 from disco_ds.engine.phases import PhaseTimer
 from disco_ds.engine.temperature import clamp_temperatures
-from disco_ds.loss.contrastive import gather_ahead
 from disco_ds.model.activations import batch_norms, frozen_statistics
 from disco_ds.model.towers import Features
 
@@ -78,8 +77,6 @@ class TrainStep:
             after each micro-batch. Stage 0 always reduces once.
         reuse_last: cached form: keep the graph of the last micro-batch's first pass for its second one, which saves a
             forward and holds its activations while the loss is computed.
-        overlap: whole form: gather the text features while the images are encoded. For the one_block loss at ZeRO 0
-            to 2; ZeRO-3 wraps what forward returns, and the gather would not be recognised.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class TrainStep:
         on_host: bool = True,
         reduce_once: bool = True,
         reuse_last: bool = False,
-        overlap: bool = False,
     ) -> None:
         self.engine = engine
         self.loss = loss
@@ -100,7 +96,6 @@ class TrainStep:
         self.device = device
         self.on_host = on_host
         self.reuse_last = reuse_last
-        self.ahead = {"on_texts": gather_ahead} if overlap else {}
         # DeepSpeed's wrapper for bf16 with fp32 accumulation at stage 1 has no such switch
         self.coalesced = reduce_once and hasattr(engine.optimizer, "_coalesce_grad_reduction")
         self.timer = PhaseTimer(device)
@@ -134,7 +129,7 @@ class TrainStep:
     def _whole(self, images: Tensor, texts: Tensor) -> StepResult:
         with self.timer("forward"):
             # nothing here holds the device's copies: in bf16, autograd has no use for them once forward is over
-            out: Features = self.engine(self._on_device(images), self._on_device(texts), **self.ahead)
+            out: Features = self.engine(self._on_device(images), self._on_device(texts))
         with self.timer("loss"):
             loss = self.loss(out.image_features, out.text_features, out.logit_scale, out.logit_bias)
         with self.timer("backward"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ class ClipLoss(nn.Module):
             the group.
         use_horovod: not supported.
         group: the process group; None is the default group.
-        tile, keep_logits, grad_reduction: as in :func:`disco_ds.contrastive_loss`.
+        tile, keep_logits: as in :func:`disco_ds.contrastive_loss`.
 
     Raises:
         ValueError: Horovod is asked for, or (at the first call) rank and world_size are not those of the group.
@@ -47,19 +46,13 @@ class ClipLoss(nn.Module):
         group: dist.ProcessGroup | Ranks | None = None,
         tile: int | None = None,
         keep_logits: bool | str = "auto",
-        grad_reduction: str = "mean",
     ) -> None:
         super().__init__()
         if use_horovod:
             raise ValueError("ClipLoss: use_horovod=True is not supported; initialise torch.distributed instead")
-        self.local_loss = local_loss
-        self.gather_with_grad = gather_with_grad
-        self.cache_labels = cache_labels
-        self.rank = rank
-        self.world_size = world_size
-        self.use_horovod = use_horovod
-        self.group = group
-        self.options: dict[str, Any] = {"tile": tile, "keep_logits": keep_logits, "grad_reduction": grad_reduction}
+        self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
+        self.rank, self.world_size, self.use_horovod, self.group = rank, world_size, use_horovod, group
+        self.options: dict[str, Any] = {"tile": tile, "keep_logits": keep_logits}
 
     def forward(
         self,
@@ -71,30 +64,13 @@ class ClipLoss(nn.Module):
     ) -> Any:
         """The loss, or ``{"contrastive_loss": loss}`` with ``output_dict``."""
         ranks = ranks_of(self.group) if self.world_size > 1 else Ranks()
-        if (ranks.rank, ranks.size) != (self.rank, self.world_size) and self.world_size > 1:
+        if self.world_size > 1 and (ranks.rank, ranks.size) != (self.rank, self.world_size):
             raise ValueError(
                 f"ClipLoss was made for rank {self.rank} of {self.world_size}, but its process group has this process "
                 f"as rank {ranks.rank} of {ranks.size}; pass rank and world_size of the group, after it is initialised"
             )
-        group = self.group if self.world_size > 1 else ranks
-        loss = contrastive_loss(image_features, text_features, logit_scale, logit_bias, group=group, **self.options)
+        loss = contrastive_loss(image_features, text_features, logit_scale, logit_bias, group=ranks, **self.options)
         if not self.local_loss and ranks.size > 1:
-            loss = _with_value_of_all(loss, ranks)
+            share = loss.detach()
+            loss = loss + (ranks.sum(share.clone()) / ranks.size - share)  # the value of all ranks, the same gradient
         return {"contrastive_loss": loss} if output_dict else loss
-
-
-@torch.compiler.disable
-def _with_value_of_all(loss: Tensor, ranks: Ranks) -> Tensor:
-    """``loss`` with the value of its mean over ranks; its gradient stays."""
-    mean = ranks.all_reduce(loss.detach().clone()) / ranks.size
-    return _Revalued.apply(loss, mean)
-
-
-class _Revalued(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream[0], None

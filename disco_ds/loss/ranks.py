@@ -1,136 +1,80 @@
-"""What the losses need from a process group: five calls, uneven batches included.
-
-Every rank may bring another number of rows, none at all included. ``counts`` is always the list of those numbers, rank
-0 first; it comes from the agreement of ``loss_agreement.py`` and is the same on every rank.
-
-``Ranks`` is the interface and, at the same time, its smallest implementation: one process that talks to nobody.
-``ProcessGroupRanks`` speaks ``torch.distributed``. A third one, ranks as threads of one process, lives in
-``benchmarks/scale.py``: whatever is handed to a loss as ``group`` and is a ``Ranks`` is used as it is.
-"""
+"""The ranks that a loss is computed over: three collectives, and the agreement that makes them safe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# torch 2.14 renamed both; the floor of this project is older than that
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-class Pending:
-    """The result of a collective that may still be under way.
-
-    ``wait()`` returns the tensor and may be called again. On CUDA it makes the current stream wait, not the host.
-    ``sent`` is what the collective reads: it is held until then, since the library may still be at it.
-    """
-
-    def __init__(
-        self,
-        result: Tensor,
-        works: Sequence[Any] = (),
-        sent: Tensor | None = None,
-        finish: Callable[[], Tensor] | None = None,
-    ) -> None:
-        self._result = result
-        self._works = works
-        self._sent = sent
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        if self._finish is not None:
-            self._result = self._finish()
-        self._works, self._sent, self._finish = (), None, None
-        return self._result
+LOSSES = ("contrastive_loss", "SigmoidLoss")
+KEEP = (False, True, "auto")
+_CALL = ("the loss", "pairs", "width", "dtype", "tile", "keep_logits", "wanted gradients (bits)")
 
 
 class Ranks:
-    """The ranks a loss is computed over; as it stands, one rank alone."""
+    """One rank alone, and the interface of many: every rank calls each method with tensors of the same shape."""
 
     rank: int = 0
     size: int = 1
 
-    def share(self, words: Tensor) -> Tensor:
-        """All ranks' ``words`` (k,) as (size, k)."""
-        return words.unsqueeze(0)
+    def gather(self, rows: Tensor) -> Tensor:
+        """All ranks' rows (n, ...), rank 0's first: (size * n, ...)."""
+        return rows
 
-    def gather(self, rows: Tensor, counts: Sequence[int]) -> Pending:
-        """All ranks' ``rows`` (counts[rank], ...) as one (sum(counts), ...), a new tensor. Starts, does not wait."""
-        return Pending(rows.clone())
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        """The sum over ranks of (size * n, ...), of which this rank keeps its own n rows."""
+        return rows
 
-    def transpose(self, parts: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rank r's ``parts`` (sum(counts),) hold a value for each row of each rank; returns all that is said of the
-        rows of this rank, (size, counts[rank])."""
-        return parts.unsqueeze(0)
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        return values
 
-    def reduce_scatter(self, parts: Tensor, counts: Sequence[int]) -> Pending:
-        """Sum ``parts`` (sum(counts), D) over ranks and keep the rows of this rank, (counts[rank], D).
-
-        Starts at once, does not wait; ``parts`` must not be touched any more.
-        """
-        return Pending(parts)
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over ranks, in place."""
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over ranks, in place."""
         return values
 
 
 class ProcessGroupRanks(Ranks):
-    """The ranks of a ``torch.distributed`` process group (None: the default group)."""
+    """The ranks of a torch.distributed process group (None: the default group).
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"global rank {dist.get_rank()} calls the loss with a process group it is not a member of")
-        # Gloo's reduce-scatter is an all-reduce, and its all-gather copies twice: there both are made of other calls.
-        self._is_gloo = "gloo" in str(dist.get_backend(group))
 
-    def share(self, words: Tensor) -> Tensor:
-        out = words.new_empty((self.size, *words.shape))
-        _all_gather(out.view(-1), words.view(-1), self.group).wait()
+    def gather(self, rows: Tensor) -> Tensor:
+        out = rows.new_empty((self.size * len(rows), *rows.shape[1:]))
+        _all_gather(out, rows.contiguous(), group=self.group)
         return out
 
-    def gather(self, rows: Tensor, counts: Sequence[int]) -> Pending:
-        out = rows.new_empty((sum(counts), *rows.shape[1:]))
-        if _even(counts) and not self._is_gloo:
-            rows = rows.contiguous()
-            return Pending(out, [_all_gather(out, rows, self.group)], rows)
-        # An all-gather takes equal sizes only. Else each rank's rows are broadcast to where they belong.
-        pieces = out.split(list(counts))
-        pieces[self.rank].copy_(rows)
-        works = [self._broadcast(piece, rank) for rank, piece in enumerate(pieces) if counts[rank]]
-        return Pending(out, works)
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
+        out = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
+        _reduce_scatter(out, rows, group=self.group)
+        return out
 
-    def transpose(self, parts: Tensor, counts: Sequence[int]) -> Tensor:
-        own = counts[self.rank]
-        out = parts.new_empty(self.size * own)
-        dist.all_to_all_single(out, parts.contiguous(), [own] * self.size, list(counts), group=self.group)
-        return out.view(self.size, own)
-
-    def reduce_scatter(self, parts: Tensor, counts: Sequence[int]) -> Pending:
-        own, width = counts[self.rank], parts.shape[1]
-        if _even(counts) and not self._is_gloo:
-            out = parts.new_empty(own, width)
-            return Pending(out, [_reduce_scatter(out, parts, self.group)], parts)
-        received = parts.new_empty(self.size * own, width)
-        sizes = [own] * self.size, list(counts)
-        work = dist.all_to_all_single(received, parts, *sizes, group=self.group, async_op=True)
-        return Pending(received, [work], parts, finish=lambda: received.view(self.size, own, width).sum(0))
-
-    def _broadcast(self, values: Tensor, rank: int) -> Any:
-        source = rank if self.group is None else dist.get_global_rank(self.group, rank)
-        return dist.broadcast(values, source, group=self.group, async_op=True)
-
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self.group)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
 
 def ranks_of(group: dist.ProcessGroup | Ranks | None) -> Ranks:
-    """The ranks a ``group`` argument stands for; without an initialised process group, this one alone."""
+    """The ranks that a ``group`` argument stands for; without an initialised process group, this one alone."""
     if isinstance(group, Ranks):
         return group
     if not (dist.is_available() and dist.is_initialized()):
@@ -139,16 +83,57 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None) -> Ranks:
     return Ranks() if ranks.size == 1 else ranks
 
 
-def _even(counts: Sequence[int]) -> bool:
-    return min(counts) == max(counts)
+def agree(
+    ranks: Ranks, loss: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor,
+    *, tile: int | None, keep_logits: bool | str, wanted: tuple[bool, ...],
+) -> None:  # fmt: skip
+    """Share a header and check that all ranks make the same call: collectives of unequal sizes hang or corrupt memory.
+
+    On a GPU this is the loss's only wait of the host.
+
+    Raises:
+        ValueError: on every rank, if the call is wrong on any rank or differs between ranks.
+    """
+    alike = image.shape == text.shape and image.dtype == text.dtype
+    checks = (
+        (image.ndim != 2 or text.ndim != 2, "features must have two dimensions, (pairs, width)"),
+        (not alike, "image and text features must be alike in rows, width and dtype: row i of both is a pair"),
+        (image.dtype not in DTYPES, "features must be float32, bfloat16, float16 or float64"),
+        (image.shape[:1] == (0,), "the batch is empty"),
+        (tile is not None and (not isinstance(tile, int) or tile < 1), "tile must be None or a positive whole number"),
+        (keep_logits not in KEEP, 'keep_logits must be True, False or "auto"'),
+    )  # fmt: skip
+    fault = next((number for number, (wrong, _) in enumerate(checks, 1) if wrong), 0)
+    if ranks.size == 1:
+        table = [[fault]]
+    else:
+        call = [LOSSES.index(loss), *[0] * 6] if fault else [
+            LOSSES.index(loss), *image.shape, DTYPES.index(image.dtype), tile or 0, KEEP.index(keep_logits),
+            sum(flag << i for i, flag in enumerate(wanted)),
+        ]  # fmt: skip
+        words = torch.tensor([fault, *call], dtype=torch.float64, device=image.device)
+        table = ranks.gather(torch.cat([words, scale.double().view(1), bias.double().view(1)]).unsqueeze(0)).tolist()
+        loss = LOSSES[int(table[0][1])]  # in the words of rank 0, so that all say the same
+    for rank, row in enumerate(table):
+        if row[0]:
+            here = f"; here {tuple(image.shape)} {image.dtype} and {tuple(text.shape)} {text.dtype}"
+            raise ValueError(
+                f"{loss}: on rank {rank} of {len(table)}, {checks[int(row[0]) - 1][1]}" + here * (rank == ranks.rank)
+            )
+    for rank, row in enumerate(table[1:], 1):
+        for what, one, other in zip((*_CALL, "logit_scale", "logit_bias"), table[0][1:], row[1:], strict=True):
+            # kernels may differ in the last bits of a scale; one that is not finite is for the loss to show
+            finite = math.isfinite(one) and math.isfinite(other)
+            if finite and not math.isclose(one, other, rel_tol=1e-5):
+                raise ValueError(
+                    f"{loss}: all ranks must make the same call, with the same number of pairs, but {what} is "
+                    f"{_word(what, one)} on rank 0 and {_word(what, other)} on rank {rank} of {len(table)}"
+                )
 
 
-def _all_gather(out: Tensor, rows: Tensor, group: dist.ProcessGroup | None) -> Any:
-    # torch 2.14 renamed the call; the floor of this project is older than that.
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(out, rows, group=group, async_op=True)
-
-
-def _reduce_scatter(out: Tensor, parts: Tensor, group: dist.ProcessGroup | None) -> Any:
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return call(out, parts, op=dist.ReduceOp.SUM, group=group, async_op=True)
+def _word(what: str, value: float) -> str:
+    """A number of the header as the user wrote it."""
+    names: dict[str, tuple[Any, ...]] = {"the loss": LOSSES, "dtype": DTYPES, "keep_logits": KEEP, "tile": ()}
+    if what == "tile" and not value:
+        return "None"
+    return str(names[what][int(value)]) if names.get(what) else f"{value:g}"

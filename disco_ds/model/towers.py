@@ -8,7 +8,7 @@ gradient goes to the working copy as always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -83,22 +83,11 @@ class TwoTowers(nn.Module):
         master = self._masters.get(name)
         return value if master is None else value + (master.to(value.device) - value).detach()
 
-    def forward(
-        self,
-        images: Tensor | None = None,
-        texts: Tensor | None = None,
-        on_texts: Callable[[Tensor], Tensor] | None = None,
-    ) -> Features:
-        """Encode images (b, 3, H, W), texts (b, context), or both.
-
-        ``on_texts`` gets the text features as soon as they are there, before the images are encoded, and returns what
-        goes on in their place: the place for a collective that overlaps with the image tower.
-        """
+    def forward(self, images: Tensor | None = None, texts: Tensor | None = None) -> Features:
+        """Encode images (b, 3, H, W), texts (b, context), or both."""
         image_features = text_features = None
         if texts is not None:
             text_features = self._encode("text", None, texts)[1]
-            if on_texts is not None:
-                text_features = on_texts(text_features)
         if images is not None:
             images = images.to(next(self.clip.visual.parameters()).dtype)
             image_features = self._encode("image", images, None)[0]

@@ -64,12 +64,12 @@ def run_config(plan: Plan, source: ModelSource, data: str | None, samples: int |
         "micro_batch": plan.prediction.micro_batch,
         "precision": setup.precision,
         "model": {"name": source.name, **source.changes, "checkpointing": setup.checkpointing},
-        "loss": {"kind": "disco" if setup.loss == "open_clip" else setup.loss},
+        "loss": {"kind": setup.loss},
         "data": {"train": data or "demo"},
     }
     if setup.optimizer != "adamw":
         run["optimizer"] = {"name": setup.optimizer}
-    if setup.tile is not None and setup.loss in ("one_block", "sigmoid"):
+    if setup.tile is not None:
         run["loss"]["tile"] = setup.tile
     if setup.keep_logits != "auto" and setup.loss == "one_block":
         run["loss"]["keep_logits"] = setup.keep_logits
@@ -96,11 +96,15 @@ def write_plan(
         samples: length of the run; None: 1,000 steps.
 
     Raises:
-        ConfigError: the folder cannot be written to.
+        ConfigError: the folder cannot be written to, or no run has the loss that was planned with.
     """
     import yaml
 
     setup, model = plan.setup, source.of(plan.setup)
+    if setup.loss not in ("one_block", "sigmoid"):
+        raise ConfigError(
+            f"--write {folder}: --loss {setup.loss} is planned for comparison; a run has one_block or sigmoid"
+        )
     head = f"# {plan.global_batch} pairs a step on {setup.gpus} x {plan.request.gpu.name}, by disco-plan\n"
     head += f"# {DS_CONFIG} has the same batch: for other micro-batches or another number of GPUs plan again,\n"
     head += '# or write "auto" for its three batch keys\n'

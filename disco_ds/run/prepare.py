@@ -180,12 +180,6 @@ def _check_cheaply(
     zero = engine_config.deepspeed["zero_optimization"]
     offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     check_optimizer(config.optimizer, zero_stage=engine_config.zero_stage, offload=offload)
-    if config.loss.overlap is True and not _can_overlap(config, engine_config):
-        raise ConfigError(
-            "loss.overlap true: texts are gathered while images are encoded in whole steps at ZeRO 0 to 2 alone, this "
-            f"run has ZeRO {engine_config.zero_stage} and micro-batches: {engine_config.batch.accumulation}; leave it "
-            "at auto"
-        )
     check_logging(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
     check_evaluation(config.evaluation)
     sources = on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
@@ -229,7 +223,6 @@ def _say_once(message: str) -> None:
 
 
 def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, device: torch.device) -> TrainStep:
-    overlap = config.loss.overlap if config.loss.overlap != "auto" else device.type == "cuda"
     return TrainStep(
         engine,
         build_loss(config.loss.kind, **config.loss.options()),
@@ -238,13 +231,7 @@ def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, dev
         on_host=config.cached.images == "host",
         reduce_once=config.cached.reduce == "once",
         reuse_last=config.cached.reuse_last,
-        overlap=bool(overlap) and _can_overlap(config, engine_config),
     )
-
-
-def _can_overlap(config: RunConfig, engine_config: EngineConfig) -> bool:
-    whole = engine_config.batch.accumulation == 1
-    return config.loss.kind == "one_block" and engine_config.zero_stage < 3 and whole
 
 
 def model_identity(config: RunConfig) -> dict[str, Any]:

@@ -23,16 +23,15 @@ def matrix(seed):
 
     images, texts = tiny_batch(BATCH, seed)
     rows = own_rows()
-    rng, results = random.Random(seed), []
+    results = []
     expected = {freeze: reference_gradients(freeze, images, texts)[1] for freeze in ("none", "image")}
     for freeze, policy, stage in itertools.product(("none", "image"), POLICIES, (0, 1, 2, 3)):
-        loss = rng.choice(("one_block", "one_block", "disco", "clip"))  # the losses agree; each meets some engines
-        engine, step = build(stage, policy=policy, freeze=freeze, loss=loss)
+        engine, step = build(stage, policy=policy, freeze=freeze)
         set_learning_rate(engine.optimizer, 0.0)  # updates clear the gradient and leave the weights for the next case
         for accumulation in (1, 2, 4):
             step.accumulation = accumulation
             step.backward(images[rows], texts[rows])
-            case = (freeze, policy, stage, accumulation, loss)
+            case = (freeze, policy, stage, accumulation)
             results.append((case, *gradient_error(engine, expected[freeze])))
             step.update()
         engine.destroy()
@@ -86,8 +85,6 @@ def precision_and_models(seed):
         case(options, 2e-5, expected, config=biased, **options)
     # (contiguous_gradients: false and round_robin_gradients are left out: safe_get_full_grad cannot read them)
     for options in (
-        {"stage": 0, "overlap": True},
-        {"stage": 2, "overlap": True, "policy": "full"},
         {"stage": 1, "accumulation": 4, "reuse_last": True},
         {"stage": 2, "accumulation": 4, "reduce_once": False},
         {"stage": 3, "accumulation": 2, "reduce_once": False},

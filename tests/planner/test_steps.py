@@ -38,7 +38,7 @@ def run_config(model: dict, case: tuple, micro: int) -> tuple[RunConfig, dict]:
     stage, precision, policy, cuts = case
     config = RunConfig(
         steps=1, global_batch=micro * cuts * 2, micro_batch=micro, precision=precision,
-        model={**model, "checkpointing": policy}, data={"train": "unused"}, loss={"kind": "disco"},
+        model={**model, "checkpointing": policy}, data={"train": "unused"},
     )  # fmt: skip
     if stage == 0:
         return config, {"zero_optimization": {"stage": 0}}
@@ -69,7 +69,7 @@ def _real_peak(model: dict, case: tuple, micro: int) -> int:
         size = towers.clip.visual.image_size
         images = torch.randn(pairs, 3, *(size if isinstance(size, (tuple, list)) else (size, size)))
         texts = torch.randint(1, 900, (pairs, towers.clip.context_length))
-        step = TrainStep(engine, build_loss("disco"), resolved.batch.accumulation, device)
+        step = TrainStep(engine, build_loss(), resolved.batch.accumulation, device)
         step(images, texts)  # the optimizer's states are made in the first step
         gc.collect()
         peaks = []

@@ -32,7 +32,7 @@ def affine(bytes_of):
     return (high - low) / 2000, 2 * low - high
 
 
-def image_first(self, images=None, texts=None, on_texts=None):
+def image_first(self, images=None, texts=None):
     """open_clip's own order of the towers, in which the reference was traced; the project encodes texts first."""
     out = self.clip(images.to(next(self.clip.visual.parameters()).dtype), texts)
     return Features(out[0], out[1], self._exact("logit_scale", self.logit_scale).exp(), None)

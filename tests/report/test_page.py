@@ -114,10 +114,10 @@ def test_the_page_is_alone_and_small(tmp_path, capsys):
 def test_runs_are_compared(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a" / "clip")
-    make_run(tmp_path / "b" / "clip", loss={"kind": "disco"}, faults={})
+    make_run(tmp_path / "b" / "clip", loss={"kind": "sigmoid"}, faults={})
     report(capsys, "a/clip", "b/clip")
     text = page_of(tmp_path / "comparison.html").text
-    assert "setting a/clip b/clip loss.kind one_block disco " in text
+    assert "setting a/clip b/clip loss.kind one_block sigmoid " in text
     assert "a/clip: smoothed" in text
     assert "b/clip: R@1 0.050 / 0.050" in text
     assert "image → text R@5 0.250 0.250" in text
