@@ -140,8 +140,8 @@ def contenders(batch, accumulation):
 
 def measure(arguments):
     """All contenders on this rank; rank 0 prints and writes."""
-    from disco_ds.distributed import mean_over_ranks
-    from disco_ds.engine.deepspeed_engine import prepare_environment, start_distributed
+    from disco_ds.distributed import mean_over_ranks, prepare_environment
+    from disco_ds.engine.deepspeed_engine import start_distributed
     from disco_ds.run.quiet import quiet_libraries
     from tests.helpers.live_bytes import LiveBytes
 

@@ -6,6 +6,7 @@ Torch is imported when a process group is asked for, so that a command line can 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,24 @@ _PATIENCE = timedelta(seconds=5)
 def rank() -> int:
     """This process's rank, known before the process group is."""
     return int(os.environ.get("RANK", "0"))
+
+
+def prepare_environment() -> None:
+    """Set what a launcher would have set: without one, a process is the only rank. Call before deepspeed is imported,
+    which otherwise looks for an accelerator where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
 
 
 def everyones(value: Result, group: Any = None) -> list[Result]:

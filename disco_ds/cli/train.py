@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,7 +14,7 @@ from disco_ds.cli.parser import Parser, completing
 from disco_ds.config.options import LAUNCH, OPTIONS, SECTIONS, section_of
 from disco_ds.config.read import DEMO, checked, find_ds_config, read_run
 from disco_ds.config.schema import LaunchConfig, RunConfig
-from disco_ds.distributed import fail, rank
+from disco_ds.distributed import fail, prepare_environment, rank
 from disco_ds.errors import CheckpointError, ConfigError, DataError, nearest
 
 
@@ -24,18 +25,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "disco-train") -> int:
         ds_config = find_ds_config(launch.ds_config)
     except ConfigError as error:
         fail(error)
-    from disco_ds.engine.deepspeed_engine import prepare_environment, start_distributed
+    if "LOCAL_RANK" not in os.environ:
+        _name_other_gpus(prog)
+    prepare_environment()
     from disco_ds.run.quiet import quiet_libraries
 
-    if "LOCAL_RANK" not in os.environ:
-        _tell_of_other_gpus(prog)
-    prepare_environment()
     quiet_libraries()
-    device = start_distributed(config.timeout_minutes)
+    from disco_ds.engine.deepspeed_engine import start_distributed
     from disco_ds.run.prepare import prepare, start_logging
     from disco_ds.run.train import train
     from disco_ds.run.watchdog import Watchdog
 
+    device = start_distributed(config.timeout_minutes)
     start_logging(rank())
     watchdog, run = Watchdog.of_process_group(config.timeout_minutes), None
     try:
@@ -81,44 +82,42 @@ def parse(argv: Sequence[str], prog: str = "disco-train") -> tuple[RunConfig, La
 def _parser(prog: str = "disco-train") -> Parser:
     parser = Parser(
         prog=prog,
-        usage=f"{prog} [--config FILE] [--ds_config NAME|FILE] [--FIELD VALUE ...]",
+        usage=f"{prog} [--config FILE] [--OPTION VALUE ...]",
         description="Train a CLIP-like model with the exact distributed contrastive loss on DeepSpeed.\n"
-        "Without options it trains the demo. In parentheses: the default.",
-        epilog="on all GPUs of a machine:\n"
-        f"{_on_ranks(prog, 'deepspeed')} --ds_config zero2 --model.name ViT-B-32 \\\n"
-        "    --data.train '/data/{00000..00099}.tar' --global_batch 32768 --samples 50000000\n"
-        f"{_on_ranks(prog, 'torchrun --nproc_per_node 8')} --config run.yaml",
+        "Without options it trains the demo. Defaults are in parentheses.",
+        epilog=f"on all GPUs of a machine:\n{_launched(prog, 'deepspeed')} --config run.yaml --ds_config zero3\n"
+        f"{_launched(prog, 'torchrun', '--nproc_per_node 8')} --model.name ViT-B-32 \\\n"
+        "    --data.train '/data/{00000..00099}.tar' --global_batch 32768 --samples 50000000",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
     )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # added by the deepspeed launcher
     launch = parser.add_argument_group("command line")
     for name, option in LAUNCH.items():
         add_option(launch, name, option)
-    groups = {name: parser.add_argument_group(name, section["description"]) for name, section in SECTIONS.items()}
+    groups = {
+        name: parser.add_argument_group(name, textwrap.fill(section["description"], 76))
+        for name, section in SECTIONS.items()
+    }
     for name, option in OPTIONS.items():
         add_option(groups[section_of(name)], name, option)
     return completing(parser)
 
 
-def _on_ranks(prog: str, launcher: str) -> str:
-    if prog.endswith(".py"):
-        return f"{launcher} {prog}"
-    return f"{launcher} {'--module' if launcher == 'deepspeed' else '-m'} disco_ds.cli.train"
+def _launched(prog: str, launcher: str, *options: str) -> str:
+    """The command that starts a rank for each GPU."""
+    module = "--module" if launcher == "deepspeed" else "-m"
+    what = [prog] if prog.endswith(".py") else [module, "disco_ds.cli.train"]
+    return " ".join([launcher, *options, *what])
 
 
-def _tell_of_other_gpus(prog: str) -> None:
+def _name_other_gpus(prog: str) -> None:
     """A process that no launcher started uses one GPU: say how the others are used too."""
     import torch
 
     count = torch.cuda.device_count()
     if count > 1:
-        print(
-            f"{prog}: this run uses 1 of the {count} GPUs here. For all of them: "
-            f"{_on_ranks(prog, f'torchrun --nproc_per_node {count}')} (or {_on_ranks(prog, 'deepspeed')}), then the "
-            "same options",
-            file=sys.stderr,
-            flush=True,
-        )
+        start = _launched(prog, "torchrun", f"--nproc_per_node {count}")
+        print(f"{prog}: one GPU of {count} is used. All of them: {start} and the same options", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from pydantic import (
 MAX_LOGIT_SCALE = math.log(100.0)
 """Upper clamp of logit_scale (Radford et al. 2021, section 2.5): the softmax temperature never falls below 0.01."""
 
+FORMER_OPTIONS = ("data.index", "loss.overlap")
+"""Options of earlier releases that decide nothing any more: a run file may still hold them."""
 
 Average = Annotated[float, Field(ge=0, lt=1)]
 """What an exponential moving average keeps of its last value."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,29 +21,6 @@ from disco_ds.engine.temperature import clamp_temperatures, exact_temperatures, 
 from disco_ds.model.towers import TwoTowers
 
 log = logging.getLogger("disco_ds")
-
-
-def prepare_environment() -> None:
-    """Set what a launcher would have set. Call before deepspeed is imported.
-
-    A bare ``python launch/train.py`` is one rank; without a GPU DeepSpeed is told so, or it looks for an accelerator.
-    """
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-
-
-def rank() -> int:
-    """This process's rank, known before the process group is."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def collective_timeout(timeout_minutes: float) -> timedelta:
