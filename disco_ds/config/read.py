@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from disco_ds.config.options import OPTIONS, SECTIONS
-from disco_ds.config.schema import FORMER_OPTIONS, RunConfig
+from disco_ds.config.schema import RunConfig
 from disco_ds.errors import ConfigError, nearest
 
 DEMO = Path(__file__).with_name("demo.yaml")
@@ -37,10 +37,6 @@ def read_run(file: str | Path | None, given: Mapping[str, Any], flags: Mapping[s
     source = str(file) if file is not None else "command line"
     if given.keys() & {"steps", "samples"}:  # a length that is given replaces the file's, whatever its unit
         content = {name: value for name, value in content.items() if name not in ("steps", "samples")}
-    for former in set(FORMER_OPTIONS) - OPTIONS.keys():
-        section, _, leaf = former.rpartition(".")
-        if isinstance(content.get(section), dict):
-            content[section].pop(leaf, None)
     content.setdefault("data", {})  # so that what is missing is data.train
     for name, value in given.items():
         section, _, leaf = name.rpartition(".")

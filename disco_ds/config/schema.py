@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from PIL import ImageColor
@@ -28,8 +28,6 @@ from pydantic import (
 MAX_LOGIT_SCALE = math.log(100.0)
 """Upper clamp of logit_scale (Radford et al. 2021, section 2.5): the softmax temperature never falls below 0.01."""
 
-FORMER_OPTIONS = ("data.index", "loss.overlap")
-"""Options of earlier releases that decide nothing any more: a run file may still hold them."""
 
 Average = Annotated[float, Field(ge=0, lt=1)]
 """What an exponential moving average keeps of its last value."""
@@ -37,6 +35,13 @@ Average = Annotated[float, Field(ge=0, lt=1)]
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+    former_options: ClassVar[tuple[str, ...]] = ()
+    """Options of earlier releases that decide nothing any more: their run files hold them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_former_options(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if k not in cls.former_options} if isinstance(values, dict) else values
 
 
 class LaunchConfig(_Section):
@@ -135,18 +140,13 @@ class DataConfig(_Section):
 class LossConfig(_Section):
     """The contrastive loss. It is exact: the gradient is that of the whole global batch."""
 
+    former_options = ("overlap",)
     kind: Literal["one_block", "sigmoid"] = "one_block"
     """"one_block": CLIP's softmax, one block of logits a rank. "sigmoid": SigLIP's, for models with a bias."""
     tile: PositiveInt | None = None
     """Columns of logits computed at a time. null: chosen by size."""
     keep_logits: bool | Literal["auto"] = "auto"
     """Keep the rank's block of logits for the second pass (faster) or recompute it (smaller). one_block only."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_release_0_1(cls, values: Any) -> Any:
-        # run files of that release hold it; it changed the time of a step and nothing else
-        return {k: v for k, v in values.items() if k != "overlap"} if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _options_of_the_kind(self) -> LossConfig:
