@@ -9,24 +9,28 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
+from disco_ds.cli.flags import add_option, given_options
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
-from disco_ds.config.schema import DataConfig, EvaluationConfig
+from disco_ds.config.options import OPTIONS
+from disco_ds.config.read import read_run
 from disco_ds.distributed import rank
 from disco_ds.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:  # torch and open_clip take seconds, --help does not
+    from disco_ds.config.schema import RunConfig
     from disco_ds.evaluation.choose_model import Chosen
     from disco_ds.evaluation.folder import ClassFolder
     from disco_ds.evaluation.result import EvalResult
 
-Section = TypeVar("Section", DataConfig, EvaluationConfig)
-
-OWN_FLAGS = ("train", "weights", "val", "workers")
-"""Fields of a run's data section that are no flag here, or one with a help text of its own."""
+SHORT = {
+    "evaluation.classes": ("--classes", "FILE|imagenet", "one a line (default: the run's; sub-folders)"),
+    "evaluation.templates": ("--templates", "FILE|openai|simple", 'prompts with {}, one a line ("a photo of a {}.")'),
+    "evaluation.batch": ("--batch", "N", "encoded at a time on each rank (default: the run's; 256)"),
+    "data.workers": ("--workers", "N", "loader processes of each rank (default: the run's; 4 at most)"),
+}
+"""Options of a run that have a shorter name here, their metavar and their help."""
 
 
 @to_a_pipe
@@ -61,19 +65,16 @@ def _parser() -> Parser:
     add("--pretrained", metavar="TAG|FILE", help="weights of an open_clip name")
     add("--model", metavar="NAME|JSON", help="model of a file that does not name its own")
     add("--checkpoint", metavar="step-…", help="of a run: the checkpoint to take (default: the newest)")
-    add("--data.val", nargs="+", action="extend", metavar="SHARDS", help="tar, folder, glob, brace list, URL")
+    add_option(parser, "data.val", OPTIONS["data.val"], metavar="SHARDS", help="tar, folder, glob, brace list, URL")
     add("--folder", type=Path, metavar="DIR", help="in place of shards: a sub-folder for each class")
-    add("--classes", metavar="FILE|imagenet", help="one a line (default: the run's; sub-folders)")
-    add("--templates", metavar="FILE|openai|simple", help='prompts with {}, one a line ("a photo of a {}.")')
     add("--no-retrieval", action="store_true", help="zero-shot only; images need no captions")
-    add("--batch", metavar="N", help="encoded at a time on each rank (default: the run's; 256)")
-    add("--workers", metavar="N", help="loader processes of each rank (default: the run's; 4 at most)")
+    for name, (flag, metavar, words) in SHORT.items():
+        add(flag, dest=name, default=argparse.SUPPRESS, metavar=metavar, help=words)
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     add("--json", action="store_true", help="one JSON object, for scripts (docs/evaluation.md)")
-    for name, field in DataConfig.model_fields.items():
-        if name not in OWN_FLAGS:
-            extra: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-            add(f"--data.{name}", default=None, help=argparse.SUPPRESS, **extra)
+    for name, option in OPTIONS.items():
+        if name.startswith("data.") and name not in ("data.train", "data.weights", "data.val", *SHORT):
+            add_option(parser, name, option, help=argparse.SUPPRESS)
     return parser
 
 
@@ -93,18 +94,18 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     chosen = choose(
         arguments.what, pretrained=arguments.pretrained, model=arguments.model, checkpoint=arguments.checkpoint
     )
-    if arguments.folder is not None and getattr(arguments, "data.val") is not None:
+    if arguments.folder is not None and "data.val" in arguments:
         raise ConfigError("--folder and --data.val are both given; give one")
     folder = ClassFolder(arguments.folder) if arguments.folder is not None else None
-    data, evaluation = _sections(arguments, chosen, folder)
-    check_evaluation(evaluation)
-    classes = load_classes(evaluation)
+    run = _run(arguments, chosen, folder)
+    check_evaluation(run.evaluation)
+    classes = load_classes(run.evaluation)
     if folder is not None:
         folder.labels(classes or [])  # raises what it would raise later
     retrieval = folder is None and not arguments.no_retrieval
     if not retrieval and classes is None:
         raise ConfigError("--no-retrieval leaves zero-shot accuracy, which needs --classes FILE")
-    result = _measure(chosen, data, evaluation, folder, retrieval, arguments.precision)
+    result = _measure(chosen, run, folder, retrieval, arguments.precision)
     if rank() > 0:
         return 0
     if arguments.json:
@@ -115,53 +116,26 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sections(
-    arguments: argparse.Namespace, chosen: Chosen, folder: ClassFolder | None
-) -> tuple[DataConfig, EvaluationConfig]:
-    """The data and evaluation sections to go by: the run's own, with the options on top."""
+def _run(arguments: argparse.Namespace, chosen: Chosen, folder: ClassFolder | None) -> RunConfig:
+    """The run whose data and evaluation sections count: the model's own, with the options in place of its."""
     from disco_ds.data.tools.pool import cores
 
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    own_workers = min(4, max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    flags = {name.removeprefix("data."): value for name, value in given.items() if name.startswith("data.")}
-    flags.update({"workers": given["workers"]} if "workers" in given else {})
+    given: dict[str, Any] = {}
+    if chosen.run_file is None:
+        workers = min(4, max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        given = {"steps": 1, "data.train": "none", "data.workers": workers}
     if arguments.no_retrieval:
-        flags.setdefault("caption_key", "cls")  # samples without one are dropped, and a label will do
-    data = _section(DataConfig, {"train": "none", "workers": own_workers}, chosen.run.get("data"), flags)
-    flags = {name: given[name] for name in ("classes", "templates", "batch") if name in given}
-    if folder is not None and arguments.classes is None:
-        flags["classes"] = folder.classes
-    evaluation = _section(EvaluationConfig, {}, chosen.run.get("evaluation"), flags)
-    if folder is None and data.val is None:
+        given["data.caption_key"] = "cls"  # samples without one are dropped, and a label will do
+    given |= given_options(arguments)
+    if folder is not None:
+        given.setdefault("evaluation.classes", folder.classes)
+    run = read_run(chosen.run_file, given, {name: flag for name, (flag, _, _) in SHORT.items()})
+    if folder is None and run.data.val is None:
         raise ConfigError("say what to measure on: --data.val SHARDS, or --folder DIR")
-    return data, evaluation
+    return run
 
 
-def _section(model: type[Section], defaults: dict[str, Any], run: Any, flags: dict[str, Any]) -> Section:
-    """A section of a run: ``defaults``, over them what the run's config.yaml says, over that the flags."""
-    run = run if isinstance(run, dict) else {}
-    known = {name: value for name, value in run.items() if name in model.model_fields}
-    given = {name: None if value in ("null", "None") else value for name, value in flags.items()}
-    try:
-        return model(**{**defaults, **known, **given})
-    except ValidationError as error:
-        lines = []
-        for item in error.errors():
-            name = str(item["loc"][0]) if item["loc"] else ""
-            prefix = "data." if model is DataConfig and name != "workers" else ""
-            where = f"--{prefix}{name}: " if name in flags else f"the run's config.yaml: {name}: " if name else ""
-            lines.append(f"{where}{item['msg']}; found {item['input']!r}")
-        raise ConfigError("; ".join(dict.fromkeys(lines))) from None
-
-
-def _measure(
-    chosen: Chosen,
-    data: DataConfig,
-    evaluation: EvaluationConfig,
-    folder: ClassFolder | None,
-    retrieval: bool,
-    precision: str,
-) -> EvalResult:
+def _measure(chosen: Chosen, run: RunConfig, folder: ClassFolder | None, retrieval: bool, precision: str) -> EvalResult:
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
@@ -174,29 +148,28 @@ def _measure(
     from disco_ds.model.preprocess import build_transform, preprocessing
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    share = {"rank": rank(), "world_size": world_size, "batch": evaluation.batch}
+    share = {"rank": rank(), "world_size": world_size, "batch": run.evaluation.batch}
     model, tokenizer = chosen.build()
     transform, prepared = build_transform(model, training=False), preprocessing(model)
     if folder is None:
-        probe(data, transform=transform, field="data.val")
-        batches = read_heldout(data, transform=transform, tokenizer=tokenizer, **share)
+        probe(run.data, transform=transform, field="data.val")
+        batches = read_heldout(run.data, transform=transform, tokenizer=tokenizer, **share)
     else:
-        labels = folder.labels(load_classes(evaluation) or [])
-        batches = read_folder(folder, labels, data, transform=transform, **share)
+        labels = folder.labels(load_classes(run.evaluation) or [])
+        batches = read_folder(folder, labels, run.data, transform=transform, **share)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     model.to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
-    own_group = world_size > 1 and not dist.is_initialized()
-    if own_group:
+    if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         return evaluate(
             model,
             tqdm(batches, unit=" batches", leave=False, disable=True if rank() else None),
             tokenizer=tokenizer,
-            config=evaluation,
+            config=run.evaluation,
             device=device,
             mean=prepared["mean"],
             std=prepared["std"],
@@ -205,7 +178,7 @@ def _measure(
     except NonFiniteFeatures as error:
         raise DataError(str(error)) from None
     finally:
-        if own_group:
+        if world_size > 1:
             dist.destroy_process_group()
 
 

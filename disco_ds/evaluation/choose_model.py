@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import open_clip
 from torch import Tensor
@@ -18,6 +17,7 @@ from disco_ds.model.build import build_model
 from disco_ds.model.preprocess import build_tokenizer
 from disco_ds.model.pretrained import Source, describe_file, source_of_run
 from disco_ds.model.towers import TwoTowers
+from disco_ds.run_layout import CONFIG, run_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Chosen:
     config: ModelConfig
     source: Source | None = None
     """Its weights, where ``config.pretrained`` does not name them."""
-    run: dict[str, Any] = field(default_factory=dict)
+    run_file: Path | None = None
     """The config.yaml of the run that it is from."""
 
     def build(self) -> tuple[TwoTowers, Callable[[list[str]], Tensor]]:
@@ -68,7 +68,8 @@ def choose(
             raise ConfigError(f"{option} {value}: goes with {place}, and {what} is none")
     if run:
         saved = find_saved(path, checkpoint)
-        return Chosen(str(saved.path), saved.model, source_of_run(saved), saved.run)
+        run_file = run_of(saved.path) / CONFIG if saved.run else None
+        return Chosen(str(saved.path), saved.model, source_of_run(saved), run_file)
     if path.is_dir():
         if not (path / OPEN_CLIP_CONFIG).is_file():
             raise ConfigError(f"{what}: holds neither checkpoints nor {OPEN_CLIP_CONFIG}; give a run, or an export")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import numpy as np
 import open_clip
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from PIL import Image
 
 from disco_ds.cli.eval import main
 from disco_ds.cli.export import main as export
-from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.ranks import ROOT, free_port, run_ranks
 from tests.helpers.saved_runs import STEP, WORDS, model_of
 from tests.helpers.shards import write_shard
 from tests.helpers.towers import exact_similarity, slow_ranks, slow_retrieval
@@ -145,16 +147,22 @@ def test_every_way_to_name_a_model_gives_the_plain_loops_numbers(saved, exports,
         check(answer(capsys, *words, *pair_options(data)), expected)
 
 
-def on_this_rank(words):
-    """What the command prints on this rank."""
+def on_this_rank(words, port, store):
+    """What the command prints on this rank; it starts its own process group, as under torchrun."""
+    world = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(words) == 0
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{store}", **world)  # which the helper ends
     return out.getvalue()
 
 
-def test_two_ranks_give_the_same(saved, data, expected):
+def test_two_ranks_give_the_same(saved, data, expected, tmp_path):
     words = [saved[0] / "zero2-words", *pair_options(data), "--workers", "0", "--json", "--batch", "5"]
-    first, second = run_ranks(on_this_rank, 2, [str(word) for word in words])
+    words = [str(word) for word in words]
+    first, second = run_ranks(on_this_rank, 2, words, free_port(), str(tmp_path / "store"))
     check(json.loads(first), expected)
     assert second == ""
 

@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,13 @@ def rank_environment(rank: int, world_size: int, port: int | None = None) -> dic
     if port is not None:
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return env
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @lru_cache(maxsize=1)
