@@ -44,7 +44,7 @@ from webdataset.tariterators import tar_file_expander  # noqa: E402
 from disco_ds.config.schema import DataConfig  # noqa: E402
 from disco_ds.data.decode import Pictures, open_rgb  # noqa: E402
 from disco_ds.data.stream import TrainStream  # noqa: E402
-from disco_ds.data.tools.write import ShardWriter  # noqa: E402
+from disco_ds.data.tools.write import shard_writer  # noqa: E402
 
 PEER = "open_clip"
 MODEL = "ViT-B-32"
@@ -74,11 +74,11 @@ def draw_shards(folder: Path, samples: int, width: int, height: int, shards: int
     for number, path in enumerate(paths):
         if path.exists():
             continue
-        with ShardWriter(path) as writer:
+        with shard_writer(path) as writer:
             for i in range(number, samples, shards):
                 caption = " ".join(words.choices(WORDS.split(), k=words.randint(5, 20)))
-                writer.add(f"{i:06d}", {"jpg": photograph(rng, width, height), "txt": caption.encode()})
-            writer.publish()
+                image = photograph(rng, width, height)
+                writer.write({"__key__": f"{i:06d}", "jpg": image, "txt": caption.encode()})
     return [str(path) for path in paths]
 
 

@@ -140,7 +140,8 @@ def _measure(chosen: Chosen, run: RunConfig, folder: ClassFolder | None, retriev
     import torch.distributed as dist
     from tqdm import tqdm
 
-    from disco_ds.data.heldout import probe, read_heldout
+    from disco_ds.data.heldout import read_heldout
+    from disco_ds.data.probe import probe
     from disco_ds.evaluation.evaluate import evaluate
     from disco_ds.evaluation.folder import read_folder
     from disco_ds.evaluation.retrieval import NonFiniteFeatures

@@ -115,8 +115,11 @@ class DataConfig(_Section):
     """Attempts after a URL or command failed, in a row without a new sample; a local file is never tried again."""
     retry_s: NonNegativeFloat = 1.0
     """Seconds before the first further attempt, give or take half; doubled for each one after it."""
-    index: str | None = None
-    """Folder of the indices that "disco-data index --out" wrote. null: they are looked for beside the shards."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_index(cls, content: Any) -> Any:  # files of release 0.1 hold it; it had no effect on what is read
+        return {key: content[key] for key in content if key != "index"} if isinstance(content, dict) else content
 
     @model_validator(mode="after")
     def _weights_match(self) -> DataConfig:

@@ -2,7 +2,8 @@
 
 from disco_ds.data.cursor import default_lanes, merge_states
 from disco_ds.data.demo import DemoShards, demo_shards
-from disco_ds.data.heldout import HeldoutBatch, probe, read_heldout
+from disco_ds.data.heldout import HeldoutBatch, read_heldout
+from disco_ds.data.probe import probe
 from disco_ds.data.sources import expand
 from disco_ds.data.stream import Batch, TrainStream
 from disco_ds.errors import DataError

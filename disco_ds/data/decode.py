@@ -84,7 +84,7 @@ class Decoder:
             draft_px=output_px(transform) if config.draft else None,
         )
         self.clean = config.clean_captions
-        self.access = Access(config.retries, config.retry_s, config.index)
+        self.access = Access(config.retries, config.retry_s)
         """How the shards of these samples are opened."""
         self.transform = transform
         self.wanted = frozenset(self.image_extensions + self.caption_extensions)
@@ -117,8 +117,8 @@ class Decoder:
             raise SampleFault("empty_caption", f".{extension} is empty")
         return kept
 
-    def __call__(self, raw: RawSample, seed: int) -> Pair:
-        """Decode one sample; ``seed`` chooses among several captions and drives the transform's randomness.
+    def read(self, raw: RawSample) -> tuple[Image.Image, list[str]]:
+        """The image as it is seen, in RGB, and all captions.
 
         Raises:
             SampleFault: the sample cannot be used.
@@ -127,14 +127,29 @@ class Decoder:
         if extension is None:
             raise SampleFault("missing_image", f"no .{' or .'.join(self.image_extensions)} among {raw.extensions}")
         captions = self.captions(raw)
-        image = open_rgb(raw.files[extension], self.pictures)
+        return open_rgb(raw.files[extension], self.pictures), captions
+
+    def transformed(self, image: Image.Image, captions: list[str], key: str, seed: int) -> Pair:
+        """Choose a caption and transform the image; ``seed`` drives the choice and the transform's randomness.
+
+        Raises:
+            SampleFault: transform_failed.
+        """
         with seeded(seed):
             caption = captions[random.randrange(len(captions))] if len(captions) > 1 else captions[0]
             try:
                 pixels = self.transform(image)
             except Exception as error:
                 raise SampleFault("transform_failed", f"{type(error).__name__}: {error}") from error
-        return Pair(pixels, caption, captions, raw.name)
+        return Pair(pixels, caption, captions, key)
+
+    def __call__(self, raw: RawSample, seed: int) -> Pair:
+        """Decode one sample.
+
+        Raises:
+            SampleFault: the sample cannot be used.
+        """
+        return self.transformed(*self.read(raw), raw.name, seed)
 
 
 def _extension(key: str) -> str:

@@ -12,10 +12,10 @@ import json
 import logging
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from pathlib import Path
 import webdataset
 
 from disco_ds.errors import DataError
+from disco_ds.files import remove
 
 log = logging.getLogger("disco_ds.data")
 
@@ -102,10 +103,13 @@ def demo_shards(cache: Path | None = None) -> DemoShards:
     try:
         started = time.monotonic()
         count = _build(building)
-        _publish(building, folder)
+        if _read(folder) is None:
+            remove(folder)  # if something is there, it is damaged
+        with suppress(OSError):  # another process was first
+            os.rename(building, folder)
         log.info("built the demo data: %d emoji in %.1f s, %s", count, time.monotonic() - started, folder)
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        remove(building)
     made = _read(folder)
     if made is None:
         raise DataError(f"the demo data in {folder} is not whole right after it was built; remove that folder")
@@ -268,30 +272,8 @@ def _read(folder: Path) -> DemoShards | None:
         return None
 
 
-def _publish(building: Path, folder: Path) -> None:
-    """Give the finished folder its name, unless another process was first with a whole one."""
-    for _ in range(10):
-        try:
-            os.rename(building, folder)
-            return
-        except OSError:
-            if _read(folder) is not None:
-                return
-            # What is in the way is not whole: moved aside under a name of its own, so that two movers cannot collide.
-            aside = Path(tempfile.mkdtemp(prefix=".building-demo-aside-", dir=folder.parent))
-            try:
-                os.rename(folder, aside / "old")
-            except FileNotFoundError:
-                pass  # another process moved it; try again
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-    raise DataError(f"cannot put the demo data at {folder}: something else keeps appearing there; remove it")
-
-
 def _remove_stale(cache: Path) -> None:
     for leftover in cache.glob(".building-demo-*"):
-        try:
+        with suppress(OSError):  # gone already
             if time.time() - leftover.stat().st_mtime > STALE_S:
-                shutil.rmtree(leftover, ignore_errors=True)
-        except OSError:
-            pass  # gone already
+                remove(leftover)

@@ -1,12 +1,8 @@
-"""Held-out data: every sample once over all ranks, in any number of ranks and workers; and the check before a run."""
+"""Held-out data: every sample once over all ranks, in any number of ranks and workers."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -15,16 +11,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from disco_ds.config.schema import DataConfig
 from disco_ds.data.decode import Decoder, Pair, SampleFault
-from disco_ds.data.lanes import NOTES_PER_REASON, Slice, Tally
+from disco_ds.data.faults import FaultLog, Tally
+from disco_ds.data.lanes import Slice
+from disco_ds.data.loader import loader_options
 from disco_ds.data.shards import RawSample, ShardFault, read_shard
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import Tokenizer, Transform, stacked
-from disco_ds.data.workers import loader_options
 from disco_ds.errors import DataError
-
-log = logging.getLogger("disco_ds.data")
-
-PROBE_RECORDS, PROBE_S = 200, 10.0
 
 
 @dataclass
@@ -73,15 +66,10 @@ def read_heldout(
         raise DataError("data.val is not set: there is nothing to evaluate on")
     reader = _Reader(expand(config.val, "data.val"), Decoder(config, transform), tokenizer, rank, world_size, batch)
     count = config.workers if workers is None else workers
-    described: Counter[str] = Counter()
     options = {**loader_options(), "persistent_workers": False}  # these workers have one pass to make
-    parts = DataLoader(reader, num_workers=count, **options) if count else reader
-    for part, notes in parts:
-        for note in notes:
-            kind = note.split(": ", 1)[0]
-            described[kind] += 1
-            if described[kind] <= NOTES_PER_REASON:
-                log.warning("dropped from the held-out data: %s", note)
+    log = FaultLog("held-out data")
+    for part, notes in DataLoader(reader, num_workers=count, **options) if count else reader:
+        log.write(notes)
         yield part
 
 
@@ -136,7 +124,7 @@ class _Reader(IterableDataset):
 
     def _batched(self, held: list[tuple[Pair, str | None, int]], tally: Tally) -> tuple[HeldoutBatch, list[str]]:
         pairs = [pair for pair, _, _ in held]
-        taken = tally.empty()
+        taken = tally.take()
         batch = HeldoutBatch(
             images=stacked([pair.image for pair in pairs]),
             texts=self.tokenizer([pair.captions[0] for pair in pairs]),
@@ -152,46 +140,3 @@ class _Reader(IterableDataset):
 def _label(raw: RawSample) -> str | None:
     content = raw.files.get("cls")
     return content.decode("utf-8", errors="replace").strip() if content is not None else None
-
-
-def probe(config: DataConfig, *, transform: Transform, field: str = "data.train") -> list[Pair]:
-    """Read until every source of ``field`` has given one good sample; return those.
-
-    Raises:
-        DataError: a source gives none among its first 200 samples or in 10 s; the message names what was seen.
-    """
-    entries = config.train if field == "data.train" else config.val
-    if entries is None:
-        raise DataError(f"{field} is not set")
-    decoder = Decoder(config, transform)
-    return [_first_good(source, decoder, config, field) for source in expand(entries, field)]
-
-
-def _first_good(source: Source, decoder: Decoder, config: DataConfig, field: str) -> Pair:
-    deadline = time.monotonic() + PROBE_S
-    seen: Counter[str] = Counter()
-    tally = Tally()
-    shard = source.shards[0]
-    for shard in source.shards:
-        try:
-            with closing(read_shard(shard, decoder.wanted, access=decoder.access)) as raws:  # type: ignore[type-var]
-                for raw in raws:
-                    tally.reads += 1
-                    seen.update(raw.extensions)
-                    try:
-                        return decoder(raw, seed=0)
-                    except SampleFault as fault:
-                        tally.fault(source.label, fault.reason, f"{raw.name}: {fault}")
-                    if tally.reads >= PROBE_RECORDS:
-                        break
-        except ShardFault as fault:
-            tally.fault(source.label, fault.reason, fault)
-        if tally.reads >= PROBE_RECORDS or time.monotonic() > deadline:
-            break
-    extensions = ", ".join(f".{name} ({count}x)" for name, count in seen.most_common(12)) or "none"
-    notes = "; ".join(tally.notes[:4]) or "the shards hold no samples"
-    raise DataError(
-        f"{field} {source.label!r}: {tally.reads} samples scanned up to {shard}, 0 kept. "
-        f"Extensions seen: {extensions}. Looked for an image in data.image_key = {config.image_key!r} and a caption in "
-        f"data.caption_key = {config.caption_key!r}. {notes}"
-    )

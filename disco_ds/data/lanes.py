@@ -11,19 +11,17 @@ It reads ahead one block of raw samples, puts the block in a seeded order, and d
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from disco_ds.data.decode import Decoder, Pair, SampleFault
+from disco_ds.data.faults import Tally
 from disco_ds.data.shards import Access, RawSample, ShardFault, read_shard
 from disco_ds.data.sources import Source, is_remote
 from disco_ds.errors import DataError
 
-NOTES_PER_REASON = 3
-"""Faults of one kind that a process describes; the rest it only counts."""
 MIN_ENTRIES_WITHOUT_SAMPLE = 32
 """A lane whose last so many slices (and two passes' worth) gave nothing stops the run."""
 
@@ -31,34 +29,6 @@ MIN_ENTRIES_WITHOUT_SAMPLE = 32
 def draw(*what: object) -> random.Random:
     """A generator that depends on ``what`` alone: Python's seeding from text, the same on every platform."""
     return random.Random("/".join(map(str, what)))
-
-
-@dataclass
-class Tally:
-    """What was read and what was wrong with it, since it was last emptied."""
-
-    reads: int = 0
-    """Raw samples looked at."""
-    bad: int = 0
-    """Raw samples dropped."""
-    faults: Counter[str] = field(default_factory=Counter)
-    """Occurrences by "source/reason"; shards' faults and duplicate files are among them."""
-    notes: list[str] = field(default_factory=list)
-    """The first few of each kind in words."""
-    _described: Counter[str] = field(default_factory=Counter)
-
-    def fault(self, source: str, reason: str, detail: object) -> None:
-        kind = f"{source}/{reason}"
-        self.faults[kind] += 1
-        if self._described[kind] < NOTES_PER_REASON:
-            self._described[kind] += 1
-            self.notes.append(f"{kind}: {detail}")
-
-    def empty(self) -> dict[str, Any]:
-        """The counts as a dictionary, set to zero here; what was described stays described."""
-        taken = {"reads": self.reads, "bad": self.bad, "faults": dict(self.faults), "notes": self.notes}
-        self.reads, self.bad, self.faults, self.notes = 0, 0, Counter(), []
-        return taken
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,23 @@ like the end). So the loop over the members is here; URLs, pipes and the split i
 from __future__ import annotations
 
 import logging
+import os
 import random
 import re
 import tarfile
 import time
 import zlib
-from collections.abc import Collection, Generator, Iterator
+from array import array
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import IO, Any
 from urllib.parse import urlparse
 
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import base_plus_ext
 
-from disco_ds.data.index import Offsets, known_offsets
 from disco_ds.data.sources import is_remote
 from disco_ds.errors import DataError
 
@@ -77,8 +79,6 @@ class Access:
     """Attempts after a remote shard failed, in a row without a new sample."""
     retry_s: float = 1.0
     """Seconds before the first further attempt, give or take half; doubled for each one after it."""
-    index: str | None = None
-    """Folder of the indices; None: beside the shards."""
 
 
 ONCE = Access()
@@ -96,7 +96,7 @@ def read_shard(
         wanted: extensions to read (lower case, no dot); None: all.
         first: number of the first sample given.
         step: distance between samples given.
-        access: attempts, and where an index may be.
+        access: attempts when it fails.
 
     Raises:
         ShardFault: after the samples before the fault were given. A sample that the fault cuts is not given.
@@ -105,7 +105,7 @@ def read_shard(
     before: str | None = None
     while True:
         try:
-            with closing(_read_once(shard, wanted, place, step, access)) as raws:
+            with closing(_read_once(shard, wanted, place, step)) as raws:
                 for raw in raws:
                     attempt, place, before = 0, raw.number + step, None
                     yield raw
@@ -123,13 +123,11 @@ def read_shard(
             time.sleep(wait_s)
 
 
-def _read_once(
-    shard: str, wanted: Collection[str] | None, first: int, step: int, access: Access
-) -> Generator[RawSample, None, None]:
+def _read_once(shard: str, wanted: Collection[str] | None, first: int, step: int) -> Generator[RawSample, None, None]:
     stream = _open(shard)
     clean = False
     try:
-        yield from _samples(shard, stream, wanted, first, step, access)
+        yield from _samples(shard, stream, wanted, first, step)
         clean = True
     finally:
         try:
@@ -158,72 +156,86 @@ def _open(shard: str) -> IO[bytes]:
 
 
 def _samples(
-    shard: str, stream: IO[bytes], wanted: Collection[str] | None, first: int, step: int, access: Access
+    shard: str, stream: IO[bytes], wanted: Collection[str] | None, first: int, step: int
 ) -> Iterator[RawSample]:
-    archive: tarfile.TarFile | None = None
+    started = False
     sample: RawSample | None = None
+    offsets = _sample_offsets(shard, *_state(shard)) if step > 1 and not is_remote(shard) else None
     try:
         archive = _open_tar(stream)
-        part = first > 0 or step > 1
-        offsets = known_offsets(shard, access.index) if part and archive.fileobj is stream else None
-        for found in _chosen(archive, first, step, offsets):
-            if found is None:
-                assert sample is not None
+        started = True
+        members = _members(archive) if offsets is None else _members_of(archive, offsets, first, step)
+        for number, key, extension, member in members:
+            if sample is not None and number != sample.number:
                 yield sample
                 sample = None
+            if number < first or (number - first) % step:
                 continue
-            number, key, extension, member = found
             if sample is None:
                 sample = RawSample(shard, number, key)
             _take(archive, member, extension, sample, wanted)
     except GeneratorExit:
         raise
     except _READ_ERRORS as error:
-        fault = _classified(shard, stream, error, started=archive is not None)
+        fault = _classified(shard, stream, error, started)
         fault.last = sample if isinstance(error, _NoEndMark) and fault.reason == "truncated_shard" else None
         raise fault from error
     if sample is not None:
         yield sample
 
 
-def _chosen(
-    archive: tarfile.TarFile, first: int, step: int, offsets: Offsets | None
-) -> Iterator[tuple[int, str, str, tarfile.TarInfo] | None]:
-    """(number, key, extension, member) of the samples to be given; None when one is known to have ended.
+_Member = tuple[int, str, str, tarfile.TarInfo]
+"""Number and key of a sample, and one of its files: extension and header."""
 
-    With ``offsets`` it goes straight to a sample that is in them, and adds to them what it comes past.
-    """
-    number, target, prefix = -1, first, None
-    while True:
-        if offsets is not None:
-            if offsets.complete and target >= len(offsets.values):
-                return
-            place = min(target, len(offsets.values) - 1)
-            if place > number:
-                number, prefix = place - 1, None
-                if offsets.values[place]:  # the member at 0 was read when the archive was opened, and comes first
-                    archive.offset, archive.firstmember = offsets.values[place], None  # type: ignore[attr-defined]
-        for member in _members(archive):
+
+def _members(archive: tarfile.TarFile) -> Iterator[_Member]:
+    """Every file that is part of a sample."""
+    number, before = -1, None
+    while (member := archive.next()) is not None:
+        archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every header, which for a large shard is memory
+        key, extension = _named(member)
+        if key is not None:
+            number, before = number + (key != before), key
+            yield number, key, extension, member
+
+
+def _members_of(archive: tarfile.TarFile, offsets: Sequence[int], first: int, step: int) -> Iterator[_Member]:
+    """The files of samples ``first``, ``first + step``, …, by seeking to them."""
+    file: Any = archive.fileobj
+    for number in range(first, len(offsets) - 1, step):
+        place = offsets[number]
+        while place < offsets[number + 1]:
+            file.seek(place)
+            member = _StrictInfo.fromtarfile(archive)
+            place = archive.offset  # type: ignore[attr-defined]
             key, extension = _named(member)
-            if key is None:
-                continue
-            if key != prefix:
-                if number == target:
-                    yield None
-                    target += step
-                    if offsets is not None and len(offsets.values) > number + 1:
-                        break
-                number, prefix = number + 1, key
-                if offsets is not None and number == len(offsets.values):
-                    offsets.values.append(member.offset)
-            if number == target:
+            if key is not None:
                 yield number, key, extension, member
-                if offsets is not None and offsets.begins(number + 1, archive.offset):  # type: ignore[attr-defined]
-                    yield None
-                    target += step
-                    break
-        else:
-            return
+
+
+@lru_cache(maxsize=256)
+def _sample_offsets(shard: str, size: int, changed_ns: int) -> Sequence[int] | None:
+    """Where each sample of a local shard begins, in bytes, and where the last one ends, for a shard that is read in
+    slices: else each of them would go through all headers. None: it is compressed, or cannot be read to its end.
+    """
+    offsets = array("Q")
+    try:
+        with tarfile.open(shard, "r:", tarinfo=_StrictInfo, errors="replace") as archive:
+            for number, _, _, member in _members(archive):
+                if number == len(offsets):
+                    offsets.append(member.offset)
+            offsets.append(archive.offset)  # type: ignore[attr-defined]
+    except _READ_ERRORS:  # who reads the samples meets it too, and says so
+        return None
+    return offsets
+
+
+def _state(shard: str) -> tuple[int, int]:
+    """Size and time of a file: what was known of another file of this name does not hold."""
+    with suppress(OSError):
+        state = os.stat(shard)
+        return state.st_size, state.st_mtime_ns
+    return -1, -1
 
 
 def _named(member: tarfile.TarInfo) -> tuple[str | None, str]:
@@ -258,33 +270,6 @@ def _open_tar(stream: IO[bytes]) -> tarfile.TarFile:
             return tarfile.open(fileobj=stream, mode="r:", **options)
         stream.seek(0)  # compressed perhaps
     return tarfile.open(fileobj=stream, mode="r|*", **options)
-
-
-def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    while (member := archive.next()) is not None:
-        yield member
-        archive.members = []  # type: ignore[attr-defined]  # tarfile remembers every member it saw, which for a large shard is memory
-
-
-def sample_offsets(shard: str) -> list[int]:
-    """Byte offsets of the samples' first headers in a local, uncompressed shard that reads cleanly to its end.
-
-    Raises:
-        ShardFault: it does not; ``not_a_tar`` too if the tar is compressed, so that there is nothing to seek to.
-    """
-    offsets: list[int] = []
-    prefix: str | None = None
-    with _open(shard) as stream:
-        try:
-            archive = tarfile.open(fileobj=stream, mode="r:", tarinfo=_StrictInfo, errors="replace")  # noqa: SIM115
-            for member in _members(archive):
-                key, _ = _named(member)
-                if key is not None and key != prefix:
-                    prefix = key
-                    offsets.append(member.offset)
-        except _READ_ERRORS as error:
-            raise _classified(shard, stream, error, started=bool(offsets)) from error
-    return offsets
 
 
 class _NoEndMark(tarfile.ReadError):

@@ -19,8 +19,6 @@ log = logging.getLogger("disco_ds.data")
 
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 LIST_ENDINGS = (".txt", ".list")
-INDEX_ENDING = ".index.json"
-"""Of the file that lies beside a shard and says where its samples begin; no glob takes it for a shard."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,7 @@ def _shards(entry: str, field: str) -> list[str]:
     if re.search(r"\{.*(\.\.|,).*\}", entry):
         return _brace_list(entry, field)
     if re.search(r"[*?\[]", entry):
-        names = [name for name in glob.glob(str(path), recursive=True) if not name.endswith(INDEX_ENDING)]
-        found = [str(Path(name).absolute()) for name in names if Path(name).is_file()]
+        found = _matching(str(path))
         if not found:
             raise DataError(f"{field}: no file matches the glob {entry!r} ({_nearest(path)})")
         return found
@@ -108,9 +105,8 @@ def _brace_list(entry: str, field: str) -> list[str]:
     found: list[str] = []
     missing: list[str] = []
     for name in names:
-        matches = sorted(glob.glob(name, recursive=True)) if re.search(r"[*?\[]", name) else [name]
-        existing = [match for match in matches if Path(match).is_file() and not match.endswith(INDEX_ENDING)]
-        found += [str(Path(match).absolute()) for match in existing]
+        existing = _matching(name if re.search(r"[*?\[]", name) else glob.escape(name))
+        found += existing
         if not existing:
             missing.append(name)
     if not found:
@@ -120,6 +116,12 @@ def _brace_list(entry: str, field: str) -> list[str]:
         counts = f"{len(missing)} of {len(names)}"
         log.warning("%s: %s files of %r do not exist, %r first", field, counts, entry, missing[0])
     return found + [str(Path(name).absolute()) for name in missing if not re.search(r"[*?\[]", name)]
+
+
+def _matching(pattern: str) -> list[str]:
+    """The files that a glob names, without the indices that release 0.1 wrote beside shards."""
+    names = sorted(glob.glob(pattern, recursive=True))
+    return [str(Path(name).absolute()) for name in names if Path(name).is_file() and not name.endswith(".index.json")]
 
 
 def _folder(path: Path, field: str) -> list[str]:

@@ -7,7 +7,6 @@ read ahead is never taken for consumed.
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections import Counter
@@ -23,12 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from disco_ds.config.schema import DataConfig
 from disco_ds.data.cursor import check_stream
 from disco_ds.data.decode import Decoder
-from disco_ds.data.lanes import NOTES_PER_REASON, Lane, Slices, Tally
+from disco_ds.data.faults import FaultLog, Tally
+from disco_ds.data.lanes import Lane, Slices
+from disco_ds.data.loader import loader_options, warm_up
 from disco_ds.data.sources import Source, expand
-from disco_ds.data.workers import loader_options, warm_up
 from disco_ds.errors import DataError
-
-log = logging.getLogger("disco_ds.data")
 
 MIN_READS = 1000
 """Samples read before data.max_bad_fraction is looked at."""
@@ -102,7 +100,7 @@ class _Plan:
                     texts=self.tokenizer([pair.caption for pair in pairs]) if pairs else None,
                     keys=[pair.key for pair in pairs],
                     states={str(number): lane.state() for number, lane in lanes.items()},
-                    tally=tally.empty(),
+                    tally=tally.take(),
                 )
                 position += self.global_batch
         finally:
@@ -182,7 +180,7 @@ class TrainStream:
         )  # fmt: skip
         self._workers = min(config.workers, len(own))
         self._parts: Iterator[_Part] | None = None
-        self._logged: Counter[str] = Counter()
+        self._log = FaultLog("data")
         self._faults: Counter[str] = Counter()
         self.shards = sum(len(source.shards) for source in sources)
         """Shards found, for the log."""
@@ -201,7 +199,7 @@ class TrainStream:
         self._position += plan.global_batch
         for part in parts:
             self._states.update(part.states)
-            self._log(part.tally["notes"])
+            self._log.write(part.tally["notes"])
         self._faults.update(batch.faults)
         reads = sum(state["reads"] for state in self._states.values())
         bad = sum(state["bad"] for state in self._states.values())
@@ -228,14 +226,6 @@ class TrainStream:
             return self._plan.parts(0, 1)
         loader = DataLoader(_Parts(self._plan), num_workers=self._workers, **loader_options())
         return iter(loader)
-
-    def _log(self, notes: list[str]) -> None:
-        for note in notes:
-            kind = note.split(": ", 1)[0]
-            self._logged[kind] += 1
-            if self._logged[kind] <= NOTES_PER_REASON:
-                last = ", further ones are only counted" if self._logged[kind] == NOTES_PER_REASON else ""
-                log.warning("dropped from the data: %s%s", note, last)
 
     def state(self) -> dict[str, Any]:
         """Where this rank's lanes stand after the last batch given out; JSON-able. See :func:`merge_states`."""

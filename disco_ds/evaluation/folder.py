@@ -19,7 +19,7 @@ from torchvision.datasets import DatasetFolder
 from disco_ds.config.schema import DataConfig
 from disco_ds.data.decode import Pictures, SampleFault, open_rgb
 from disco_ds.data.heldout import HeldoutBatch
-from disco_ds.data.workers import loader_options
+from disco_ds.data.loader import loader_options
 from disco_ds.errors import DataError
 
 log = logging.getLogger("disco_ds.data")

@@ -18,7 +18,8 @@ from disco_ds.checkpoint.resume import check_resumable, choose_checkpoint
 from disco_ds.checkpoint.save import Identity, RunState
 from disco_ds.config.schema import RunConfig, total_steps
 from disco_ds.data.cursor import check_stream
-from disco_ds.data.heldout import probe, read_heldout
+from disco_ds.data.heldout import read_heldout
+from disco_ds.data.probe import probe
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import TrainStream
 from disco_ds.distributed import on_rank_0

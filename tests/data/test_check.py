@@ -14,13 +14,14 @@ from PIL import Image
 
 from disco_ds.cli.data.main import main
 from disco_ds.data.shards import read_shard
-from disco_ds.data.tools.tokens import TokenCounter
+from disco_ds.data.tools.preparation import Preparation
 from tests.helpers.shards import (
     DIRT,
     dirty_samples,
     image_bytes,
     make_shards,
     sample,
+    to_tensor,
     truncate,
     write_shard,
     write_tar,
@@ -168,7 +169,7 @@ def test_tokens_are_those_of_open_clip():
     import open_clip
 
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    counter = TokenCounter(tokenizer, 77)
+    counter = Preparation(to_tensor, tokenizer, 77).count_tokens
     for text in ("a dog", "", "x" * 70, "雨の日", "word " * 60):
         row = tokenizer([text], context_length=1000)[0]
         assert counter(text) == int((row != 0).sum())
@@ -178,7 +179,7 @@ def test_tokens_are_those_of_open_clip():
     def other(texts, context_length):  # a tokenizer of another kind: padded with 1
         return tokenizer(texts, context_length=context_length).masked_fill(tokenizer(texts, context_length) == 0, 1)
 
-    assert TokenCounter(other, 77)("a dog") == 4
+    assert Preparation(to_tensor, other, 77).count_tokens("a dog") == 4
 
 
 def test_sizes_are_those_that_are_seen(tmp_path, capsys):

@@ -53,7 +53,7 @@ def resized(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(("size", "limits", "reason"), [
     ((8, 30), {"min_size": 8}, None), ((7, 30), {"min_size": 8}, "tiny_image"),
     ((10, 40), {"max_aspect": 4.0}, None), ((41, 10), {"max_aspect": 4.0}, "extreme_aspect"),
-    ((10, 41), {"max_aspect": 4.0}, "extreme_aspect"), ((1, 1000), {}, None),
+    ((10, 41), {"max_aspect": 4.0}, "extreme_aspect"), ((1, 1000), {}, None)
 ])  # fmt: skip
 def test_limits_are_exact(size, limits, reason):
     pictures = Pictures(10_000, **limits)
@@ -68,7 +68,7 @@ def test_limits_are_exact(size, limits, reason):
 @pytest.mark.parametrize(("text", "expected"), [
     ("Tom &amp; Jerry", "Tom & Jerry"), ("Tom &amp;amp; Jerry &lt;3", "Tom & Jerry <3"), ("a\x00b\x1bc\x7f", "abc"),
     (" a\t\r\n b\u00a0 c\x85d ", "a b c d"), ("\U0001f468\u200d\U0001f469", "\U0001f468\u200d\U0001f469"),
-    ("caf\u00e9 雨 عيد", "café 雨 عيد"), ("&nosuch; & 5 < 6", "&nosuch; & 5 < 6"), ("&#0;&nbsp;\x00", "\ufffd"),
+    ("caf\u00e9 雨 عيد", "café 雨 عيد"), ("&nosuch; & 5 < 6", "&nosuch; & 5 < 6"), ("&#0;&nbsp;\x00", "\ufffd")
 ])  # fmt: skip
 def test_captions_are_cleaned(text, expected):
     assert cleaned(text) == expected

@@ -9,13 +9,12 @@ import numpy as np
 import open_clip
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFont
 
 from disco_ds.cli.data.main import main
-from disco_ds.cli.data.options import preparation
 from disco_ds.config.schema import ModelConfig, RunConfig
-from disco_ds.data.tools.fonts import Face, font_for, installed, lacking
-from disco_ds.data.tools.sheet import MIN_CELL_PX, Tile, contact_sheet, to_picture, wrap
+from disco_ds.data.tools.preparation import prepare
+from disco_ds.data.tools.sheet import MIN_CELL_PX, Tile, contact_sheet, lacking, load_font, to_picture, wrap
 from disco_ds.model.build import build_model
 from disco_ds.model.preprocess import build_transform
 from tests.helpers.shards import image_bytes, make_shards, write_shard
@@ -33,6 +32,8 @@ def test_the_command(tmp_path, capsys, caplog):
     with caplog.at_level(logging.WARNING, "disco_ds.data"):
         assert main(["show", str(tmp_path), "--model", "demo", "--out", str(out), "--count", "9"]) == 0
     assert "9 images of 32 x 32 pixels" in capsys.readouterr().out
+    assert "the font lacks" in caplog.text
+    assert "give --font FILE" in caplog.text
     with Image.open(out) as sheet:
         assert sheet.size[0] > 3 * 192
         assert sheet.size[1] > 3 * 192
@@ -60,13 +61,13 @@ def test_a_runs_images_are_prepared_as_its_weights_want_them(tmp_path, capsys, c
         run.write_text(json.dumps({"steps": 1, "model": model, "data": {"train": str(tmp_path / "d")}}))
         trained = build_model(ModelConfig(**model), seed=0)
         weights.write_bytes(b"none of these are read")
-        prepared = preparation(RunConfig(**json.loads(run.read_text())), training=False)
+        prepared = prepare(RunConfig(**json.loads(run.read_text())), training=False)
         assert (prepared.mean, prepared.std) == ((0.5,) * 3, (0.4,) * 3)
         assert torch.equal(prepared.transform(image), build_transform(trained, training=False)(image))
         assert main(words) == 0
         assert "3 images of 32 x 32 pixels" in capsys.readouterr().out
     weights.unlink()
-    assert preparation(RunConfig(**json.loads(run.read_text()))).mean == (0.5,) * 3  # its description is enough
+    assert prepare(RunConfig(**json.loads(run.read_text()))).mean == (0.5,) * 3  # its description is enough
     assert not caplog.records
     model = {"name": "tiny", "config": TINY, "pretrained": str(tmp_path / "gone.pt")}
     run.write_text(json.dumps({"steps": 1, "model": model, "data": {"train": str(tmp_path / "d")}}))
@@ -79,6 +80,7 @@ def test_a_runs_images_are_prepared_as_its_weights_want_them(tmp_path, capsys, c
     [
         (["--out", "s.png"], "--model NAME or --run FILE"),
         (["--out", "s.png", "--model", "demo", "--font", "none.ttf"], "--font none.ttf"),
+        (["--out", "s.png", "--model", "demo", "--font", __file__], "not a font"),
         (["--out", "s.what", "--model", "demo"], "--out"),
         (["--model", "demo"], "--out"),
     ],
@@ -103,7 +105,7 @@ def test_the_normalisation_is_undone():
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_lines_fit(text):
-    font = Face(text, 14)
+    font = load_font(14)
     lines = wrap(text, font, 200)
     assert all(font.getlength(line) <= 200 for line in lines)
     assert len(lines) <= 8
@@ -113,29 +115,15 @@ def test_lines_fit(text):
         assert "".join(lines).replace(" ", "").startswith(text.replace(" ", "")[:100])
 
 
-def test_a_font_is_found_or_its_lack_is_known():
-    assert not font_for("plain words")[1]
-    for text in TEXTS:
-        path, missing = font_for(text)
-        assert missing == lacking(path, text)
-    assert font_for("x" + chr(0x10FFFE))[0] is not None or not installed()
-    assert Face("x" + chr(0x10FFFE), 14).missing <= {chr(0x10FFFE)}
-
-
-def test_a_second_font_helps_where_the_first_lacks_a_character(monkeypatch):
-    def one_each(text, given=None):
-        return (None, frozenset()) if text == "é" else (None, frozenset(set(text) & {"é", "ß"}))
-
-    monkeypatch.setattr("disco_ds.data.tools.fonts.font_for", one_each)
-    face = Face("café ß", 14)
-    assert set(face.others) == {"é"}
-    assert face.missing == {"ß"}
-    assert face.getlength("café ß") == pytest.approx(Face("x", 14).getlength("café ß"), abs=1.0)
+def test_what_a_font_lacks_is_known():
+    own = ImageFont.load_default(14)
+    assert not lacking("plain words, 3", own)
+    assert lacking("雨 a 😀 b", own) == {"雨", "😀"}
 
 
 def test_captions_are_drawn_beneath():
     def sheet(caption, tokens=3):
-        return contact_sheet([Tile(torch.ones(3, 32, 32), caption, "a.tar#k", tokens, 16)], (0, 0, 0), (1, 1, 1))[0]
+        return contact_sheet([Tile(torch.ones(3, 32, 32), caption, "a.tar#k", tokens, 16)], (0, 0, 0), (1, 1, 1))
 
     few, many = sheet("one"), sheet("one " * 60)
     assert few.size[0] == many.size[0] == MIN_CELL_PX + 24

@@ -14,7 +14,8 @@ import torch
 
 from disco_ds.data import DataError, TrainStream, merge_states
 from disco_ds.data.cursor import default_lanes
-from disco_ds.data.lanes import Tally, draw
+from disco_ds.data.faults import Tally
+from disco_ds.data.lanes import draw
 from disco_ds.data.shards import read_shard
 from tests.helpers.ranks import ROOT
 from tests.helpers.shards import data_config, letters, make_shards, noisy, sample, to_tensor, write_shard

@@ -91,7 +91,7 @@ def test_workers_outlive_a_sigterm_and_die_with_their_rank(tmp_path):
     environment = {**rank_environment(0, 1), "PYTHONPATH": str(ROOT)}
     rank = subprocess.Popen(
         [sys.executable, str(tmp_path / "program.py"), str(tmp_path)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )  # fmt: skip
     assert rank.stdout is not None
     workers = [int(pid) for pid in rank.stdout.readline().split()]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from disco_ds.cli.data.options import EPILOG, add_shards, preparation, reading
+from disco_ds.cli.data.options import EPILOG, add_shards, reading
 from disco_ds.cli.parser import Parser
-from disco_ds.data.decode import Decoder
-from disco_ds.data.tools.check import Report, Sizes, look, looks
-from disco_ds.data.tools.pool import each, progress
-from disco_ds.data.tools.tokens import TokenCounter
+from disco_ds.data.tools.check import Report, check_shard, list_jobs
+from disco_ds.data.tools.pool import in_processes
+from disco_ds.data.tools.preparation import prepare
 
 
 def add(commands: Any) -> None:
@@ -40,16 +40,15 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check; exit status 1 if anything was wrong with the data."""
     read = reading(arguments)
-    prepared = preparation(read.run) if read.has_model else None
-    tokens = TokenCounter(prepared.tokenizer, prepared.context) if prepared else None
-    decoder = Decoder(read.run.data, Sizes(prepared.transform if prepared else None))
-    jobs = looks(read.train + read.val, decoder, tokens, arguments.workers, arguments.fix)
+    model = prepare(read.run) if read.has_model else None
+    jobs = list_jobs(read.train + read.val, read.run.data, model, arguments.workers, arguments.fix)
     report = Report()
-    with progress(len(jobs), "reading") as bar:
-        for part in each(look, jobs, min(arguments.workers, len(jobs)), bar):
+    found = in_processes(check_shard, jobs, min(arguments.workers, len(jobs)))
+    with tqdm(found, "reading", len(jobs), leave=False, unit="shard", disable=None) as bar:
+        for part in bar:
             report.add(part)
             bar.set_postfix_str(f"{report.samples:,} samples, {report.faults.total():,} faults")
-    context = tokens.context if tokens else None
+    context = model.context if model else None
     if arguments.json:
         print(json.dumps(as_json(report, context), ensure_ascii=False))
     else:

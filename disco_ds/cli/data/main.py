@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disco_ds.cli.data import check as data_check
-from disco_ds.cli.data import index as data_index
 from disco_ds.cli.data import make as data_make
 from disco_ds.cli.data import show as data_show
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
@@ -44,7 +43,7 @@ def _parser() -> Parser:
         epilog="examples:\ndisco-data make photos/ shards/ && disco-data check shards/ --model ViT-B-32",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (data_make, data_check, data_show, data_index):
+    for command in (data_make, data_check, data_show):
         command.add(commands)
     demo = commands.add_parser(
         "demo",

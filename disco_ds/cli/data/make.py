@@ -9,12 +9,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from disco_ds.cli.data.options import positive
 from disco_ds.cli.parser import Parser
-from disco_ds.data.tools.make import MISSING, Made, make_shard, note, open_folder, tasks, write_missing
-from disco_ds.data.tools.pool import cores, each, progress
-from disco_ds.data.tools.tables import TABLES, Options, listing
+from disco_ds.data.tools.listing import TABLES, Options, list_entries
+from disco_ds.data.tools.make import MISSING, Made, make_shard, open_folder, record_finished, tasks, write_missing
+from disco_ds.data.tools.pool import cores, in_processes
+from disco_ds.data.tools.write import writing
 from disco_ds.errors import DataError
+from disco_ds.files import replace_text
 
 SHOWN = 10
 """Missing samples that are named on the terminal."""
@@ -84,23 +88,23 @@ def run(arguments: argparse.Namespace) -> int:
     source, out = arguments.source.expanduser(), arguments.out.expanduser()
     if out.resolve().is_relative_to(source.resolve()):
         raise DataError(f"OUT {out} lies in SOURCE {source}, whose files it would change; give a folder outside of it")
-    found = listing(source, options)
+    found = list_entries(source, options)
     finished = open_folder(out, found, options, source)
     total = -(-found.total // options.samples_per_shard) if found.total is not None else None
     jobs = tasks(found, options, out, set(finished))
-    with progress(total, "writing") as bar:
-        bar.update(len(finished))
-        for made in each(make_shard, jobs, min(arguments.workers, total or arguments.workers), bar):
-            note(out, made)
-            finished[made.shard] = made
+    made_now = in_processes(make_shard, jobs, min(arguments.workers, total or arguments.workers))
+    for made in tqdm(made_now, "writing", total, leave=False, unit="shard", disable=None, initial=len(finished)):
+        record_finished(out, made)
+        finished[made.shard] = made
     if found.classes:
-        (out / "classes.txt").write_text("".join(f"{name}\n" for name in found.classes))
+        with writing(out / "classes.txt"):
+            replace_text(out / "classes.txt", "".join(f"{name}\n" for name in found.classes))
     missing = write_missing(out, finished)
-    _say(out, finished, missing, found.classes)
+    _print_summary(out, finished, missing, found.classes)
     return 1 if missing else 0
 
 
-def _say(out: Path, finished: dict[str, Made], missing: list[tuple[str, str]], classes: list[str]) -> None:
+def _print_summary(out: Path, finished: dict[str, Made], missing: list[tuple[str, str]], classes: list[str]) -> None:
     for split in ("train", "val"):
         made = [item for name, item in sorted(finished.items()) if name.startswith(split)]
         if made:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from disco_ds.cli.flags import add_option, given_options
 from disco_ds.config.options import OPTIONS
@@ -99,38 +95,3 @@ def _run_file(run: str | None) -> Path | None:
     if run is None:
         return None
     return Path(run) / "config.yaml" if Path(run).is_dir() else Path(run)
-
-
-@dataclass
-class Preparation:
-    """What a model does to a pair."""
-
-    transform: Callable[[Any], Tensor]
-    """RGB image to float32 (3, H, W)."""
-    tokenizer: Callable[..., Tensor]
-    context: int
-    """Tokens that a caption is cut to."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-def preparation(run: RunConfig, training: bool = True) -> Preparation:
-    """The transform and the tokenizer of the run's model, as training has them; it is built without weights.
-
-    Where the transform belongs to weights that cannot be found any more, open_clip's own is taken, with a warning.
-
-    Raises:
-        ConfigError: no such model, or its tokenizer cannot be had.
-    """
-    from disco_ds.model.build import build_empty
-    from disco_ds.model.preprocess import build_tokenizer, build_transform, context_length, preprocessing
-
-    model = build_empty(run.model)
-    config = preprocessing(model)
-    return Preparation(
-        transform=build_transform(model, training=training, augment=run.data.augment),
-        tokenizer=build_tokenizer(run.model),
-        context=context_length(model),
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-    )

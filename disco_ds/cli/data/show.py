@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from disco_ds.cli.data.options import EPILOG, Preparation, Reading, add_shards, positive, preparation, reading
+from disco_ds.cli.data.options import EPILOG, Reading, add_shards, positive, reading
 from disco_ds.cli.parser import Parser
 from disco_ds.data.decode import Decoder, Pair
-from disco_ds.data.lanes import Lane, Slices, Tally
-from disco_ds.data.tools.sheet import Tile, contact_sheet
-from disco_ds.data.tools.tokens import TokenCounter
+from disco_ds.data.faults import Tally
+from disco_ds.data.lanes import Lane, Slices
+from disco_ds.data.tools.preparation import Preparation, prepare
+from disco_ds.data.tools.sheet import TEXT_PX, Tile, contact_sheet, lacking, load_font
 from disco_ds.errors import ConfigError, DataError
 
 log = logging.getLogger("disco_ds.data")
@@ -44,7 +45,7 @@ def add(commands: Any) -> None:
     add("--count", type=positive, default=16, metavar="N", help="images (default: %(default)s)")
     add("--evaluation", action="store_true", help="the transform of evaluation, and the run's held-out data")
     add("--seed", type=int, default=0, metavar="N", help="which samples, and their augmentation (default: %(default)s)")
-    add("--font", metavar="FILE", type=Path, help="font to try before the installed ones")
+    add("--font", metavar="FILE", type=Path, help="font for captions in other letters than Latin ones")
     parser.set_defaults(run_command=run)
 
 
@@ -55,35 +56,36 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("name the model whose transform and tokenizer are used: --model NAME or --run FILE")
     if arguments.font is not None and not arguments.font.is_file():
         raise ConfigError(f"--font {arguments.font}: there is no such file; expected a .ttf, .otf or .ttc file")
-    prepared = preparation(read.run, training=not arguments.evaluation)
+    prepared = prepare(read.run, training=not arguments.evaluation)
     tally = Tally()
     pairs = pick(read, prepared, arguments.count, arguments.seed, tally, arguments.evaluation)
     tiles = [_tile(pair, prepared) for pair in pairs]
     font = str(arguments.font) if arguments.font else None
-    sheet, missing = contact_sheet(tiles, prepared.mean, prepared.std, font)
+    try:
+        missing = lacking("".join(tile.caption for tile in tiles), load_font(TEXT_PX, font))
+    except OSError as error:
+        raise ConfigError(
+            f"--font {arguments.font}: not a font ({error}); expected a .ttf, .otf or .ttc file"
+        ) from None
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(arguments.out)
+        contact_sheet(tiles, prepared.mean, prepared.std, font).save(arguments.out)
     except (OSError, ValueError) as error:
         raise DataError(f"--out {arguments.out} cannot be written: {error}") from error
-    cut = sum(tile.tokens > prepared.context for tile in tiles if tile.tokens is not None)
+    cut = sum(tile.tokens > prepared.context for tile in tiles)
     size = f"{tiles[0].image.shape[2]} x {tiles[0].image.shape[1]}"
     print(f"{arguments.out}: {len(tiles)} images of {size} pixels, {cut} captions cut to {prepared.context} tokens")
     for note in tally.notes:
         log.warning("left out: %s", note)
     if missing:
         some = " ".join(sorted(missing)[:8])
-        log.warning(
-            "no installed font has %d of the characters (%s): they are boxes in the picture. Install one, such as "
-            "Debian's fonts-noto-core, fonts-noto-cjk or fonts-symbola, or give --font FILE",
-            len(missing),
-            some,
-        )
+        hint = "give --font FILE, such as one of Debian's fonts-dejavu, fonts-noto-core or fonts-noto-cjk"
+        log.warning("the font lacks %d of the characters (%s): they are boxes; %s", len(missing), some, hint)
     return 0
 
 
 def _tile(pair: Pair, prepared: Preparation) -> Tile:
-    tokens = TokenCounter(prepared.tokenizer, prepared.context)(pair.caption)
+    tokens = prepared.count_tokens(pair.caption)
     return Tile(pair.image, pair.caption, pair.key, tokens, prepared.context)
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import io
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 
+from disco_ds.config.schema import DataConfig
 from disco_ds.data.decode import Decoder, SampleFault
 from disco_ds.data.shards import RawSample, ShardFault, read_shard
 from disco_ds.data.sources import TAR_ENDINGS, Source
-from disco_ds.data.tools.tokens import TokenCounter
-from disco_ds.data.tools.write import ShardWriter
+from disco_ds.data.tools.preparation import Preparation
+from disco_ds.data.tools.write import shard_writer
 from disco_ds.errors import DataError
+from disco_ds.files import remove
 
 EXAMPLES = 3
 """Faults of one kind that are described; the rest are counted."""
@@ -44,13 +44,13 @@ class Report:
     characters: array[int] = field(default_factory=lambda: array("L"))
     """Length of each caption of the good samples, trimmed."""
     tokens: array[int] = field(default_factory=lambda: array("L"))
-    """Tokens of each caption before it is cut, with those for start and end; empty without a tokenizer."""
+    """Tokens of each caption before it is cut, with those for start and end; empty without a model."""
     faults: Counter[str] = field(default_factory=Counter)
     """Occurrences by "source/reason"."""
     examples: dict[str, list[str]] = field(default_factory=dict)
     """The first few of each kind in words."""
     written: int = 0
-    """Shards written by ``fix``."""
+    """Shards written."""
 
     def fault(self, label: str, reason: str, detail: object) -> None:
         """Count one fault, and keep it in words if it is among the first of its kind."""
@@ -73,12 +73,11 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Look:
+class Job:
     """One piece of work: every ``step``-th sample of a shard from ``first`` on."""
 
     decoder: Decoder
-    """Its transform is a :class:`Sizes`."""
-    tokens: TokenCounter | None
+    model: Preparation | None
     shard: str
     label: str
     first: int = 0
@@ -87,33 +86,25 @@ class Look:
     """File that takes the good samples."""
 
 
-class Sizes:
-    """A transform that notes the size of the image it gets, and then does what the model's transform does."""
-
-    def __init__(self, then: Callable[[Image.Image], Tensor] | None = None) -> None:
-        self.then = then
-        self.transforms = getattr(then, "transforms", [])
-        """As torchvision has it: data.draft looks for the model's resolution here."""
-        self.size = (0, 0)
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        self.size = image.size
-        return self.then(image) if self.then is not None else torch.empty(0)
+def no_transform(image: Image.Image) -> torch.Tensor:
+    """What stands for the transform where there is no model."""
+    return torch.empty(0)
 
 
-def looks(
-    sources: list[Source], decoder: Decoder, tokens: TokenCounter | None, workers: int, out: Path | None = None
-) -> list[Look]:
+def list_jobs(
+    sources: list[Source], data: DataConfig, model: Preparation | None, workers: int, out: Path | None = None
+) -> list[Job]:
     """The work on all shards of ``sources``, cut into slices where there are fewer shards than ``workers``.
 
     Raises:
         DataError: ``out`` holds a file that would be written, or two shards have the same name.
     """
+    decoder = Decoder(data, model.transform if model else no_transform)
     pairs = sorted({(shard, source.label) for source in sources for shard in source.shards})
     targets = _targets([shard for shard, _ in pairs], out) if out is not None else {}
     step = -(-workers // len(pairs)) if out is None and len(pairs) < workers else 1
     return [
-        Look(decoder, tokens, shard, label, first, step, targets.get(shard)) for shard, label in pairs
+        Job(decoder, model, shard, label, first, step, targets.get(shard)) for shard, label in pairs
         for first in range(step)
     ]  # fmt: skip
 
@@ -132,14 +123,10 @@ def _targets(shards: list[str], out: Path) -> dict[str, str]:
         if (out / name).exists():
             raise DataError(f"--fix: {out / name} is there already and is not written over; give an empty folder")
         taken[name], targets[shard] = shard, str(out / name)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"--fix: the folder {out} cannot be made: {error.strerror}") from error
     return targets
 
 
-def look(job: Look) -> Report:
+def check_shard(job: Job) -> Report:
     """Do one piece of work.
 
     Raises:
@@ -150,16 +137,17 @@ def look(job: Look) -> Report:
         for _ in _good(job, job.decoder.wanted, report):
             pass
         return report
-    with ShardWriter(Path(job.out)) as writer:
+    with shard_writer(Path(job.out)) as writer:
         for raw in _good(job, None, report):
-            writer.add(raw.key, raw.files)
-        if report.good:
-            writer.publish()
-            report.written = 1
+            writer.write({"__key__": raw.key, **raw.files})
+    if report.good:
+        report.written = 1
+    else:
+        remove(Path(job.out))
     return report
 
 
-def _good(job: Look, wanted: frozenset[str] | None, report: Report) -> Iterator[RawSample]:
+def _good(job: Job, wanted: frozenset[str] | None, report: Report) -> Iterator[RawSample]:
     """The samples that can be used; everything is counted in ``report``."""
     try:
         for raw in read_shard(job.shard, wanted, job.first, job.step, job.decoder.access):
@@ -167,30 +155,26 @@ def _good(job: Look, wanted: frozenset[str] | None, report: Report) -> Iterator[
             if raw.duplicates:
                 report.fault(job.label, "duplicate_key", raw.name)
             try:
-                pair = job.decoder(raw, seed=raw.number)
+                image, captions = job.decoder.read(raw)
+                job.decoder.transformed(image, captions, raw.name, seed=raw.number)
             except SampleFault as fault:
                 report.fault(job.label, fault.reason, f"{raw.name}: {fault}")
                 continue
-            _describe(job, raw, pair.captions, report)
+            _describe(job, raw, image.size, captions, report)
             yield raw
     except ShardFault as fault:
         if job.first == 0:  # each slice meets it; it is one fault
             report.fault(job.label, fault.reason, fault)
 
 
-def _describe(job: Look, raw: RawSample, captions: list[str], report: Report) -> None:
+def _describe(job: Job, raw: RawSample, size: tuple[int, int], captions: list[str], report: Report) -> None:
     report.good += 1
-    sizes: Any = job.decoder.transform
-    report.widths.append(sizes.size[0])
-    report.heights.append(sizes.size[1])
-    extension = next(extension for extension in job.decoder.image_extensions if extension in raw.files)
-    report.modes[_mode(raw.files[extension])] += 1
-    report.image_bytes += len(raw.files[extension])
-    report.characters.extend(map(len, captions))
-    if job.tokens is not None:
-        report.tokens.extend(map(job.tokens, captions))
-
-
-def _mode(data: bytes) -> str:
+    report.widths.append(size[0])
+    report.heights.append(size[1])
+    data = next(raw.files[extension] for extension in job.decoder.image_extensions if extension in raw.files)
     with Image.open(io.BytesIO(data)) as image:  # the header only; the whole of it was decoded before
-        return f"{image.format} {image.mode}"
+        report.modes[f"{image.format} {image.mode}"] += 1
+    report.image_bytes += len(data)
+    report.characters.extend(map(len, captions))
+    if job.model is not None:
+        report.tokens.extend(map(job.model.count_tokens, captions))

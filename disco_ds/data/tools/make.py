@@ -16,9 +16,10 @@ from typing import Any
 
 from PIL import Image
 
-from disco_ds.data.tools.tables import Entry, Listing, Options
-from disco_ds.data.tools.write import ShardWriter
+from disco_ds.data.tools.listing import Entry, Listing, Options
+from disco_ds.data.tools.write import shard_writer, writing
 from disco_ds.errors import DataError
+from disco_ds.files import append_line, replace_text, replacing
 
 VERSION = 1
 WHAT, DONE, MISSING = "make.json", "make-done.jsonl", "missing.txt"
@@ -58,9 +59,7 @@ def open_folder(out: Path, listing: Listing, options: Options, source: Path) -> 
         if not what.exists():
             if any(out.iterdir()):
                 raise DataError(f"OUT {out} holds files that disco-data make did not begin; give an empty folder")
-            part = what.with_suffix(".part")
-            part.write_text(json.dumps({"source": str(source.absolute()), **asked}, indent=2) + "\n")
-            part.replace(what)
+            replace_text(what, json.dumps({"source": str(source.absolute()), **asked}, indent=2) + "\n")
             return {}
         found = json.loads(what.read_text())
     except (OSError, ValueError) as error:
@@ -90,21 +89,14 @@ def _finished(out: Path) -> dict[str, Made]:
     return finished
 
 
-def note(out: Path, made: Made) -> None:
+def record_finished(out: Path, made: Made) -> None:
     """Remember that a shard is finished.
 
     Raises:
         DataError: the folder cannot be written.
     """
-    try:
-        with open(out / DONE, "a+b") as file:
-            if file.seek(0, 2):
-                file.seek(-1, 2)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(json.dumps(asdict(made)).encode() + b"\n")
-    except OSError as error:
-        raise DataError(f"{out / DONE} cannot be written: {error.strerror}") from error
+    with writing(out / DONE):
+        append_line(out / DONE, json.dumps(asdict(made)))
 
 
 def split_of(group: str, val_fraction: float) -> str:
@@ -152,18 +144,17 @@ def make_shard(task: Task | Made) -> Made:
     path = Path(task.path)
     made = Made(path.name, 0)
     extensions = set()
-    with ShardWriter(path) as writer:
+    with shard_writer(path) as writer:  # over a shard without its line in make-done.jsonl
         for entry in task.entries:
             try:
                 files = _files_of(entry)
             except _Missing as fault:
                 made.missing.append((entry.name, str(fault)))
                 continue
-            writer.add(entry.key, files)
+            writer.write({"__key__": entry.key, **files})
             extensions.add(next(iter(files)))
             made.samples += 1
             made.bytes += sum(map(len, files.values()))
-        writer.publish(over=True)  # a shard without its line in make-done.jsonl: it is written again
     made.extensions = sorted(extensions)
     return made
 
@@ -208,11 +199,18 @@ def _format(image: bytes) -> str:
 
 
 def write_missing(out: Path, finished: dict[str, Made]) -> list[tuple[str, str]]:
-    """Write ``missing.txt`` (sample and reason, one a line); gives what is in it."""
-    missing = sorted({tuple(item) for made in finished.values() for item in made.missing})
+    """Write ``missing.txt`` (sample and reason, one a line); gives what is in it.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    missing = sorted({(name, reason) for made in finished.values() for name, reason in made.missing})
     path = out / MISSING
-    if missing:
-        path.write_text("".join(f"{name}\t{reason}\n" for name, reason in missing), errors="surrogateescape")
-    else:
-        path.unlink(missing_ok=True)
-    return missing  # type: ignore[return-value]
+    text = "".join(f"{name}\t{reason}\n" for name, reason in missing)
+    with writing(path):
+        if missing:
+            with replacing(path) as unfinished:
+                unfinished.write_bytes(text.encode("utf-8", "surrogateescape"))
+        else:
+            path.unlink(missing_ok=True)
+    return missing

@@ -20,7 +20,7 @@ BESIDE = ("json", "cls")
 TABLES = (".csv", ".tsv", ".parquet")
 IMAGE_COLUMNS = (
     "image", "image_path", "img_path", "img", "image_file", "filepath", "file_path", "filename", "file_name", "file",
-    "path",
+    "path"
 )  # fmt: skip
 CAPTION_COLUMNS = ("caption", "text", "title", "sentence", "description", "alt_text", "alt")
 
@@ -74,7 +74,7 @@ class Listing:
         return iter(self._source())
 
 
-def listing(source: Path, options: Options) -> Listing:
+def list_entries(source: Path, options: Options) -> Listing:
     """Look through a source.
 
     Raises:

@@ -1,0 +1,58 @@
+"""Counting what is wrong with the data, and naming the first few of each kind."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+log = logging.getLogger("disco_ds.data")
+
+NOTES_PER_REASON = 3
+"""Faults of one kind that a process describes; the rest it only counts."""
+
+
+@dataclass
+class Tally:
+    """What was read and what was wrong with it, since it was last emptied."""
+
+    reads: int = 0
+    """Raw samples looked at."""
+    bad: int = 0
+    """Raw samples dropped."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """Occurrences by "source/reason"; shards' faults and duplicate files are among them."""
+    notes: list[str] = field(default_factory=list)
+    """The first few of each kind in words."""
+    _described: Counter[str] = field(default_factory=Counter)
+
+    def fault(self, source: str, reason: str, detail: object) -> None:
+        kind = f"{source}/{reason}"
+        self.faults[kind] += 1
+        if self._described[kind] < NOTES_PER_REASON:
+            self._described[kind] += 1
+            self.notes.append(f"{kind}: {detail}")
+
+    def take(self) -> dict[str, Any]:
+        """The counts as a dictionary, set to zero here; what was described stays described."""
+        taken = {"reads": self.reads, "bad": self.bad, "faults": dict(self.faults), "notes": self.notes}
+        self.reads, self.bad, self.faults, self.notes = 0, 0, Counter(), []
+        return taken
+
+
+@dataclass
+class FaultLog:
+    """Writes the notes of several workers to the log: the first few of each kind over all of them."""
+
+    source: str
+    """What the samples are dropped from."""
+    _logged: Counter[str] = field(default_factory=Counter)
+
+    def write(self, notes: list[str]) -> None:
+        for note in notes:
+            kind = note.split(": ", 1)[0]
+            self._logged[kind] += 1
+            if self._logged[kind] <= NOTES_PER_REASON:
+                last = ", further ones are only counted" if self._logged[kind] == NOTES_PER_REASON else ""
+                log.warning("dropped from the %s: %s%s", self.source, note, last)
