@@ -14,9 +14,9 @@ from typing import Any
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import ConfigError
 from disco_ds.loss.memory import KINDS
+from disco_ds.planner.coefficients import OPTIMIZER_BYTES
 from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
 from disco_ds.planner.from_ds_config import choices, planned_buckets
-from disco_ds.planner.memory import OPTIMIZER_BYTES
 from disco_ds.planner.models import ModelSource
 from disco_ds.planner.search import Plan, Planner, Request, cuts, stages
 from disco_ds.planner.text import as_json, settings_table, text_report

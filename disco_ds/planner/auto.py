@@ -12,7 +12,6 @@ from disco_ds.engine.ds_config import BATCH_KEYS, choose_precision, given, plan_
 from disco_ds.errors import ConfigError
 from disco_ds.planner.devices import device_here
 from disco_ds.planner.from_ds_config import choices, planned_buckets, source_of, step_options
-from disco_ds.planner.memory import check_optimizer
 from disco_ds.planner.models import ModelSource, Progress, to_stderr
 from disco_ds.planner.search import Plan, Planner, Request
 from disco_ds.planner.text import headline
@@ -47,7 +46,6 @@ def fill_auto(
     Raises:
         ConfigError: nothing fits, or the files contradict each other.
     """
-    check_optimizer(config.optimizer.name)
     models = source_of(config, progress)
     plan = Planner(models).best(_request(config, content, world_size, device.type, source, models))
     if not plan.fits:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("coefficients.json")
 VERSION = 2
+OPTIMIZER_BYTES = {"adamw": 8, "lion": 4}
+"""States of an optimizer for one parameter, in fp32."""
 
 
 class Point(NamedTuple):
@@ -87,19 +89,7 @@ class Coefficients:
 
     def to_json(self) -> dict[str, Any]:
         """The entry of the table."""
-        entry = asdict(self)
-        entry["traces"] = {
-            key: [
-                [list(p) for p in t.points],
-                t.end_per_pair,
-                t.end_fixed,
-                t.end_input,
-                t.feature_bytes,
-                t.forward_flops,
-            ]
-            for key, t in self.traces.items()
-        }
-        return entry
+        return {**asdict(self), "traces": {key: list(astuple(trace)) for key, trace in self.traces.items()}}
 
 
 def trace_key(precision: str, checkpointing: str, attention: str = "flash", device: str = "cuda") -> str:

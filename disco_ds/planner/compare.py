@@ -11,7 +11,7 @@ from disco_ds.config.schema import RunConfig
 from disco_ds.engine.ds_config import EngineConfig
 from disco_ds.planner.devices import device_here
 from disco_ds.planner.from_ds_config import choices, planned_buckets, source_of, step_options
-from disco_ds.planner.memory import Prediction, Setup, check_optimizer, predict
+from disco_ds.planner.memory import Prediction, Setup, predict
 from disco_ds.planner.models import Progress, to_stderr
 from disco_ds.planner.text import gib
 
@@ -27,7 +27,6 @@ def predict_run(
     Raises:
         ConfigError: the model cannot be traced, or the optimizer is not known to the planner.
     """
-    check_optimizer(config.optimizer.name)
     batch, kind = engine_config.batch, device.type
     setup = Setup(
         gpus=batch.world_size, zero=engine_config.zero_stage, precision=engine_config.precision,

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from disco_ds.engine import buckets
 from disco_ds.engine.ds_config import BATCH_KEYS, given, solve_batch
+from disco_ds.errors import ConfigError
+from disco_ds.planner.coefficients import OPTIMIZER_BYTES, Coefficients
 from disco_ds.planner.models import ModelSource, Progress
 
 if TYPE_CHECKING:
     from disco_ds.config.schema import RunConfig
-    from disco_ds.planner.coefficients import Coefficients
 
 
 def choices(content: Mapping[str, Any], gpus: int) -> dict[str, Any]:
@@ -60,7 +61,14 @@ def planned_buckets(
 
 def step_options(config: RunConfig) -> dict[str, Any]:
     """What a run says of its optimizer, its loss and the cached form, as :class:`~disco_ds.planner.memory.Setup` has
-    it; :func:`disco_ds.planner.write.run_config` is the inverse."""
+    it; :func:`disco_ds.planner.write.run_config` is the inverse.
+
+    Raises:
+        ConfigError: an optimizer whose states are not known.
+    """
+    if config.optimizer.name not in OPTIMIZER_BYTES:
+        known = ", ".join(OPTIMIZER_BYTES)
+        raise ConfigError(f"the planner knows the optimizers {known}, not {config.optimizer.name}")
     return {
         "optimizer": config.optimizer.name,
         "loss": config.loss.kind,

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disco_ds.engine.buckets import Buckets
-from disco_ds.errors import ConfigError
 from disco_ds.loss.memory import loss_bytes
-from disco_ds.planner.coefficients import Coefficients, Point, Trace, trace_key
+from disco_ds.planner.coefficients import OPTIMIZER_BYTES, Coefficients, Point, Trace, trace_key
 from disco_ds.planner.from_ds_config import planned_buckets
 from disco_ds.planner.partitions import Held, full_buckets, owned_gradients
 
@@ -25,8 +24,6 @@ GIB = 2**30
 CATEGORIES = (
     "runtime", "parameters", "gradients", "optimizer", "buckets", "features", "loss", "activations", "fragmentation",
 )  # fmt: skip
-OPTIMIZER_BYTES = {"adamw": 8, "lion": 4}
-"""States of an optimizer for one parameter, in fp32."""
 ALLREDUCE_ELEMENTS = 500_000_000
 """DeepSpeed's stage 0 flattens this many gradients at a time for the all-reduce."""
 
@@ -67,12 +64,6 @@ class Setup:
     def parameter_bytes(self) -> int:
         """One parameter's working copy."""
         return 2 if self.precision == "bf16" else 4
-
-
-def check_optimizer(name: str) -> None:
-    """Raise ConfigError for an optimizer whose states are not known."""
-    if name not in OPTIMIZER_BYTES:
-        raise ConfigError(f"the planner knows the optimizers {', '.join(OPTIMIZER_BYTES)}, not {name}")
 
 
 @dataclass

@@ -85,29 +85,22 @@ class ModelSource:
         started = time.monotonic()
         import torch
 
+        from disco_ds.config.schema import ModelConfig
+        from disco_ds.planner.tracing.selfcheck import self_check
         from disco_ds.planner.tracing.trace import coefficients
 
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):  # a run that is traced on the way draws on as if it had not been
             if self.check:
-                self._check()
-            found = coefficients(self._config(checkpointing), precision, attention=attention, device=device)
+                self_check()
+                self.check = False
+            config = ModelConfig(**{"name": self.name, "checkpointing": checkpointing, **self.changes})
+            found = coefficients(config, precision, attention=attention, device=device)
         if self.known is None:
             self.known = found
         else:
             self.known.traces.update(found.traces)
         self.progress(f"traced in {time.monotonic() - started:.1f} s")
-
-    def _check(self) -> None:
-        from disco_ds.planner.tracing.selfcheck import self_check
-
-        self_check()
-        self.check = False
-
-    def _config(self, checkpointing: str) -> Any:
-        from disco_ds.config.schema import ModelConfig
-
-        return ModelConfig(**{"name": self.name, "checkpointing": checkpointing, **self.changes})
 
 
 def trace_shipped(
@@ -126,22 +119,20 @@ def trace_shipped(
 
     made: list[Coefficients] = []
     for name in names:
-        started, model = time.monotonic(), None
+        started = time.monotonic()
+        wanted = [(*trace, "flash") for trace in SHIPPED_TRACES]
+        if name in SHIPPED_MATH:
+            wanted += [("amp", "none", "math"), ("amp", "full", "math")]
         try:
-            wanted = [(*trace, "flash") for trace in SHIPPED_TRACES]
-            if name in SHIPPED_MATH:
-                wanted += [("amp", "none", "math"), ("amp", "full", "math")]
-            for precision, checkpointing, attention in wanted:
-                config = ModelConfig(name=name, checkpointing=checkpointing)
-                found = coefficients(config, precision, attention=attention)
-                if model is None:
-                    model = found
-                else:
-                    model.traces.update(found.traces)
+            found = [
+                coefficients(ModelConfig(name=name, checkpointing=checkpointing), precision, attention=attention)
+                for precision, checkpointing, attention in wanted
+            ]
         except (ConfigError, RuntimeError, ValueError) as error:
             progress(f"{name}: skipped: {error}")
             continue
-        assert model is not None
-        made.append(model)
-        progress(f"{name}: {len(model.traces)} traces in {time.monotonic() - started:.0f} s")
+        for other in found[1:]:
+            found[0].traces.update(other.traces)
+        made.append(found[0])
+        progress(f"{name}: {len(wanted)} traces in {time.monotonic() - started:.0f} s")
     return made, {"torch": torch.__version__, "open_clip": open_clip.__version__}

@@ -85,7 +85,7 @@ def test_a_batch_that_does_not_fit_says_what_does(capsys):
         (["trace", "ViT-B-32", "--checkpointing", "some"], "--checkpointing some"),
     ],
 )
-def test_bad_input_is_status_2_and_names_the_option(capsys, words, option):
+def test_bad_input_is_status_2_and_names_the_option(capsys, unchecked, words, option):
     status, out, err = run(capsys, *words)
     assert status == 2
     assert out == ""
@@ -187,7 +187,7 @@ def test_the_written_files_resolve_to_the_plan(capsys, tmp_path, extra):
     assert json.loads(again)["peak_bytes"] == answer["peak_bytes"]
 
 
-def test_the_written_run_has_the_sizes_that_were_planned(capsys, tmp_path):
+def test_the_written_run_has_the_sizes_that_were_planned(capsys, tmp_path, unchecked):
     model, files = tmp_path / "small.json", tmp_path / "plan"
     model.write_text(json.dumps(PROBE))
     words = ("--gpus", "2", "--mem", "24G", "--model", str(model), "--checkpointing", "none", "--global-batch", "64")

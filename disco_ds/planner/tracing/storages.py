@@ -7,6 +7,9 @@ a library allocates inside an operation (a convolution's workspace, gloo's and N
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ CUDA_GRANULE = 512
 
 
 class LiveStorages(TorchDispatchMode):
-    """Bytes of live storages, in all and by category.
+    """Bytes of live storages: ``now``, ``peak``, and by category; what an operation makes are "activations".
 
     Args:
         granule: every storage is rounded up to this many bytes (512 for CUDA's allocator; 1 for none).
@@ -29,16 +32,12 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, granule: int = 1, device: str | None = None, batch: int | None = None) -> None:
         super().__init__()
-        self.granule = granule
-        self.device = device
-        self.batch = batch
-        self.per_pair: dict[str, int] = {}
+        self.granule, self.device, self.batch = granule, device, batch
+        self.now = self.peak = 0
+        self.fixed: Counter[str] = Counter()
+        """Of each category, the bytes that do not grow with the batch."""
+        self.per_pair: Counter[str] = Counter()
         """Of each category, the bytes that grow with the batch, for one pair."""
-        self.now = 0
-        self.peak = 0
-        self.by_category: dict[str, int] = {}
-        self.category = "activations"
-        """The category of what is born from here on."""
         self._live: dict[int, tuple[int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,62 +45,59 @@ class LiveStorages(TorchDispatchMode):
         before = self.now
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._see(leaf, func)
+                self._see(leaf, "activations")
         if self.now > before:
             self.peak = max(self.peak, self.now)
-            self.on_growth(func)
+            self.on_growth()
         return result
 
-    def on_growth(self, func: Any) -> None:
+    def on_growth(self) -> None:
         """Called after each operation that made a storage."""
 
-    def born(self, key: int, size: int, func: Any) -> None:
-        """Called for each new storage."""
-
-    def count(self, tensor: torch.Tensor, category: str) -> int:
-        """Count a tensor that was there before, or move one to another category; returns its bytes."""
+    def count(self, tensor: torch.Tensor, category: str) -> None:
+        """Count a tensor that was there before, or move one to another category."""
         key = tensor.untyped_storage()._cdata
-        if key not in self._live:
-            self._see(tensor, None)
-        if key not in self._live:
-            return 0
-        size, old = self._live[key]
-        if old != category:
-            self._live[key] = (size, category)
-            self._add(old, -size)
-            self._add(category, size)
-        self.peak = max(self.peak, self.now)
-        return size
-
-    def _see(self, tensor: torch.Tensor, func: Any) -> None:
-        kind = tensor.device.type
-        if kind == "meta" or (self.device is not None and kind != self.device):
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
         if key in self._live:
+            size, old = self._live[key]
+            self._live[key] = (size, category)
+            self._add(old, size, -1)
+            self._add(category, size)
+        else:
+            self._see(tensor, category)
+        self.peak = max(self.peak, self.now)
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete."""
+        if parameter.grad is not None:
+            self.count(parameter.grad, "gradients")
+
+    @contextmanager
+    def gradients_of(self, model: torch.nn.Module) -> Iterator[None]:
+        """Call :meth:`on_gradient` as backward completes the gradients of a model's parameters."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(self.on_gradient) for parameter in trained]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def _see(self, tensor: torch.Tensor, category: str) -> None:
+        kind, storage = tensor.device.type, tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if kind == "meta" or (self.device is not None and kind != self.device) or key in self._live or size == 0:
             return
-        size = storage.nbytes()
-        if size == 0:
-            return
-        if not self._grows(size):
+        if self.batch is None or size % self.batch:
             size = -(-size // self.granule) * self.granule
-        self._live[key] = (size, self.category)
-        self.now += size
-        self._add(self.category, size)
+        self._live[key] = (size, category)
+        self._add(category, size)
         weakref.finalize(storage, self._drop, key).atexit = False
-        self.born(key, size, func)
 
     def _drop(self, key: int) -> None:
         size, category = self._live.pop(key)
-        self.now -= size
-        self._add(category, -size)
+        self._add(category, size, -1)
 
-    def _grows(self, size: int) -> bool:
-        return self.batch is not None and size % self.batch == 0
-
-    def _add(self, category: str, size: int) -> None:
-        if self.batch is not None and self._grows(size):
-            self.per_pair[category] = self.per_pair.get(category, 0) + size // self.batch
+    def _add(self, category: str, size: int, sign: int = 1) -> None:
+        self.now += sign * size
+        if self.batch is not None and size % self.batch == 0:
+            self.per_pair[category] += sign * size // self.batch
         else:
-            self.by_category[category] = self.by_category.get(category, 0) + size
+            self.fixed[category] += sign * size

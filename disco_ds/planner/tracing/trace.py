@@ -24,7 +24,7 @@ from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import ConfigError
 from disco_ds.model.activations import apply_policy
 from disco_ds.model.architecture import registered_name
-from disco_ds.model.towers import TwoTowers, trained_towers
+from disco_ds.model.towers import Features, TwoTowers, trained_towers
 from disco_ds.planner.coefficients import Coefficients, Point, Trace, thin, trace_key
 from disco_ds.planner.tracing import fake_cuda
 from disco_ds.planner.tracing.storages import CUDA_GRANULE, LiveStorages
@@ -52,21 +52,15 @@ class Timeline(LiveStorages):
             self.flops += count(*args, **(kwargs or {}), out_val=result)
         return result
 
-    def on_growth(self, func: Any) -> None:
-        self.points.append(Point(*self.activations(), self.gradients, self.gradients, self.input()))
+    def on_growth(self) -> None:
+        self.points.append(Point(*self.activations(), self.gradients, self.gradients, self.per_pair["input"]))
 
     def activations(self) -> tuple[int, int]:
         """Bytes of activations now: per pair, and fixed."""
-        return self.per_pair.get("activations", 0), self.by_category.get("activations", 0)
+        return self.per_pair["activations"], self.fixed["activations"]
 
-    def input(self) -> int:
-        """Bytes a pair of images and tokens now."""
-        return self.per_pair.get("input", 0)
-
-    def gradient(self, parameter: Tensor) -> None:
-        """A parameter's gradient is complete: from here on it is accounted for as a gradient."""
-        if parameter.grad is not None:
-            self.count(parameter.grad, "gradients")
+    def on_gradient(self, parameter: Tensor) -> None:
+        super().on_gradient(parameter)
         self.gradients += parameter.numel()
         self.arrivals.append(parameter)
 
@@ -118,7 +112,8 @@ def _plain_meta(config_json: str) -> TwoTowers:
 def describe(model: TwoTowers, name: str) -> Coefficients:
     """The sizes of a model; no traces yet."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    size = model.clip.visual.image_size
+    size, context_length = model.clip.visual.image_size, int(model.clip.context_length)
+    size = list(size) if isinstance(size, (tuple, list)) else [size, size]
     return Coefficients(
         name=name,
         parameters=sum(p.numel() for p in trained),
@@ -128,10 +123,20 @@ def describe(model: TwoTowers, name: str) -> Coefficients:
         vectors=sum(p.numel() for p in trained if p.ndim < 2),
         arrivals=[],
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
-        embed_dim=embed_dim(model),
-        image_size=list(size) if isinstance(size, (tuple, list)) else [size, size],
-        context_length=int(model.clip.context_length),
+        embed_dim=_embed_dim(model, size, context_length),
+        image_size=size,
+        context_length=context_length,
     )
+
+
+def _embed_dim(model: TwoTowers, size: list[int], context_length: int) -> int:
+    """Width of the features: one pair through the towers on the meta device."""
+    model.eval()
+    with torch.no_grad():
+        tokens = torch.ones(1, context_length, dtype=torch.long, device="meta")
+        features = model(torch.empty(1, 3, *size, device="meta"), tokens).image_features
+    model.train()
+    return int(features.shape[-1])
 
 
 def _low_precision(model: TwoTowers) -> set[int]:
@@ -140,20 +145,8 @@ def _low_precision(model: TwoTowers) -> set[int]:
     return {id(p) for layer in layers for p in layer.parameters(recurse=False)}
 
 
-def embed_dim(model: TwoTowers) -> int:
-    """Width of the features: one pair through the towers on the meta device."""
-    size = model.clip.visual.image_size
-    size = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    model.eval()
-    with torch.no_grad():
-        tokens = torch.ones(1, int(model.clip.context_length), dtype=torch.long, device="meta")
-        features = model(torch.empty(1, 3, *size, device="meta"), tokens).image_features
-    model.train()
-    return int(features.shape[-1])
-
-
 def trace(
-    config: ModelConfig, precision: str, *, attention: str = "flash", device: str = "cuda", engine: str = "auto"
+    config: ModelConfig, precision: str, *, attention: str = "flash", device: str = "cuda", walk: bool | None = None
 ) -> tuple[Coefficients, Trace]:
     """Trace one step of a model.
 
@@ -162,7 +155,7 @@ def trace(
         precision: "bf16" (weights in bf16), "amp" (bf16 autocast) or "fp32".
         attention: "flash" as torch chooses today, or "math". Only for CUDA.
         device: "cuda", with the stand-ins of :mod:`disco_ds.planner.tracing.fake_cuda`, or "cpu".
-        engine: "walk" for the Python copy of autograd's engine, "torch" for its own; "auto": torch's on CPU.
+        walk: whether the Python copy of autograd's engine drives backward, which fake CUDA needs; None: there alone.
 
     Returns:
         Sizes of the model, and the trace.
@@ -188,7 +181,7 @@ def trace(
         for tensor in batch_held:
             timeline.count(tensor, "input")
         del images, texts, tensor
-        walk = engine == "walk" or (engine == "auto" and device == "cuda")
+        walk = device == "cuda" if walk is None else walk
         traced = _step(model, timeline, batch_held, precision, device, walk, sizes.parameters)
     low = _low_precision(model)
     sizes.arrivals = [-p.numel() if id(p) in low else p.numel() for p in timeline.arrivals]
@@ -199,32 +192,34 @@ def _step(
     model: TwoTowers, timeline: Timeline, batch: list[Tensor], precision: str, device: str, walk: bool, total: int
 ) -> Trace:
     """Forward, a loss that costs nothing, backward; ``batch`` is emptied as the real step's frame is."""
+    gc.freeze()  # the collection below is for what forward has left, and need not look at all that was there before
     with timeline:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "amp"):
             features = model(*_given_away(batch))
         gc.collect()
+        gc.unfreeze()
         end, feature_bytes = timeline.activations(), features.image_features.element_size()
-        flops = timeline.flops // timeline.pairs
-        end_input = timeline.input()
-        # sums have gradients without a storage of their own; the real loss's are counted with the loss
-        loss = [features.image_features.float().sum() + features.text_features.float().sum() + features.logit_scale]
-        if features.logit_bias is not None:
-            loss[0] = loss[0] + features.logit_bias
+        flops, end_input = timeline.flops // timeline.pairs, timeline.per_pair["input"]
+        loss = [free_loss(features)]
         del features
-        loss[0] = loss[0].sum()
         if walk:
-            fake_cuda.backward(loss, timeline.gradient)
+            fake_cuda.backward(loss, timeline.on_gradient)
         else:
-            hooks = [
-                p.register_post_accumulate_grad_hook(timeline.gradient) for p in model.parameters() if p.requires_grad
-            ]
-            loss.pop().backward()
-            for hook in hooks:
-                hook.remove()
+            with timeline.gradients_of(model):
+                loss.pop().backward()
     without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if len(without) > len(list(model.parameters())) // 2:
         raise ConfigError(f"the trace reached no gradient of {len(without)} parameters, {without[:3]} among them")
     return Trace(thin(timeline.points, total), *end, end_input, feature_bytes, flops)
+
+
+def free_loss(features: Features) -> Tensor:
+    """A loss whose gradients are sums and have no storage of their own; the real loss's are counted with the loss."""
+    image, text = features.image_features, features.text_features
+    assert image is not None
+    assert text is not None
+    loss = image.float().sum() + text.float().sum() + features.logit_scale
+    return (loss if features.logit_bias is None else loss + features.logit_bias).sum()
 
 
 def _given_away(batch: list[Tensor]) -> list[Tensor]:
