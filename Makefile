@@ -36,6 +36,7 @@ browser:
 	  || echo "no Chromium: tests/report/test_browser.py will be skipped"
 
 docs: .venv/installed-docs
+	$(BIN)/python -m disco_ds.config.options > docs/options.md
 	$(BIN)/mkdocs build --quiet
 
 lint: .venv/installed-dev

@@ -85,8 +85,8 @@ def _parser(prog: str = "disco-train") -> Parser:
         usage=f"{prog} [--config FILE] [--OPTION VALUE ...]",
         description="Train a CLIP-like model with the exact distributed contrastive loss on DeepSpeed.\n"
         "Without options it trains the demo. Defaults are in parentheses.",
-        epilog=f"on all GPUs of a machine:\n{_launched(prog, 'deepspeed')} --config run.yaml --ds_config zero3\n"
-        f"{_launched(prog, 'torchrun', '--nproc_per_node 8')} --model.name ViT-B-32 \\\n"
+        epilog=f"on all GPUs of a machine:\n{_under('deepspeed', prog)} --config run.yaml --ds_config zero3\n"
+        f"{_under('torchrun --nproc_per_node 8', prog)} --model.name ViT-B-32 \\\n"
         "    --data.train '/data/{00000..00099}.tar' --global_batch 32768 --samples 50000000",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=6),
     )
@@ -103,11 +103,11 @@ def _parser(prog: str = "disco-train") -> Parser:
     return completing(parser)
 
 
-def _launched(prog: str, launcher: str, *options: str) -> str:
+def _under(launcher: str, prog: str) -> str:
     """The command that starts a rank for each GPU."""
-    module = "--module" if launcher == "deepspeed" else "-m"
-    what = [prog] if prog.endswith(".py") else [module, "disco_ds.cli.train"]
-    return " ".join([launcher, *options, *what])
+    if prog.endswith(".py"):
+        return f"{launcher} {prog}"
+    return f"{launcher} {'--module' if launcher == 'deepspeed' else '-m'} disco_ds.cli.train"
 
 
 def _name_other_gpus(prog: str) -> None:
@@ -116,7 +116,7 @@ def _name_other_gpus(prog: str) -> None:
 
     count = torch.cuda.device_count()
     if count > 1:
-        start = _launched(prog, "torchrun", f"--nproc_per_node {count}")
+        start = _under(f"torchrun --nproc_per_node {count}", prog)
         print(f"{prog}: one GPU of {count} is used. All of them: {start} and the same options", file=sys.stderr)
 
 

@@ -48,7 +48,7 @@ class LaunchConfig(_Section):
     """What is said on the command line alone, not in a run file."""
 
     config: Path | None = None
-    """Run file, YAML or JSON, with the fields below; flags win over it. Neither this nor data.train: the demo."""
+    """Run file, YAML or JSON, with the options below; flags win over it. Neither this nor data.train: the demo."""
     ds_config: str = "zero2"
     """DeepSpeed's config: a JSON file, or a shipped one by name: zero0, zero1, zero2, zero3, zero2_offload, …"""
     plan: Literal["auto"] | None = None
@@ -79,6 +79,7 @@ class ModelConfig(_Section):
 class DataConfig(_Section):
     """Where the pairs come from and how they are read."""
 
+    former_options = ("index",)
     train: str | list[str] = Field(min_length=1)
     """Training shards: "demo", tar path or URL, brace list "/data/{000..099}.tar", glob, folder, .txt list; or some."""
     weights: list[float] | None = None
@@ -115,11 +116,6 @@ class DataConfig(_Section):
     """Attempts after a URL or command failed, in a row without a new sample; a local file is never tried again."""
     retry_s: NonNegativeFloat = 1.0
     """Seconds before the first further attempt, give or take half; doubled for each one after it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_index(cls, content: Any) -> Any:  # files of release 0.1 hold it; it had no effect on what is read
-        return {key: content[key] for key in content if key != "index"} if isinstance(content, dict) else content
 
     @model_validator(mode="after")
     def _weights_match(self) -> DataConfig:

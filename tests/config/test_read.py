@@ -49,7 +49,7 @@ def test_what_is_given_goes_under_the_names_that_the_command_has_for_it(tmp_path
 
 def test_a_run_file_of_the_release_before_is_read(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("data: {train: x}\nsteps: 1\nloss: {kind: one_block, overlap: auto}")
+    path.write_text("data: {train: x, index: null}\nsteps: 1\nloss: {kind: one_block, overlap: auto}")
     assert read_run(path, {}).loss.kind == "one_block"
 
 
