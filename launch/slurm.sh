@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One run on many machines under SLURM: sbatch --nodes 8 launch/slurm.sh --config run.yaml --ds_config ds_configs/zero2.json
+# One run on many machines under SLURM: sbatch --nodes 8 launch/slurm.sh --config run.yaml --ds_config zero2
 #
 # One task a machine; torchrun starts a rank for each GPU there. Five minutes before the time limit SLURM sends SIGTERM to
 # every process of the job: the run ends its step, saves, and the same sbatch goes on from there. torchrun would kill its
@@ -20,4 +20,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TO
 
 exec srun --kill-on-bad-exit=1 bash -c '
   exec torchrun --nnodes '"$SLURM_JOB_NUM_NODES"' --nproc-per-node '"$GPUS"' --node-rank "$SLURM_NODEID" \
-    --master-addr '"$MASTER_ADDR"' --master-port '"$MASTER_PORT"' launch/train.py "$@"' bash "$@"
+    --master-addr '"$MASTER_ADDR"' --master-port '"$MASTER_PORT"' -m disco_ds.cli.train "$@"' bash "$@"

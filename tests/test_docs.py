@@ -65,8 +65,9 @@ def test_a_command_is_one(folder, command, page):
 def check(words: list[str]) -> None:
     """The checks for one command; an unknown program fails, so that nothing goes unseen."""
     program = words[0]
-    if "launch/train.py" in words:
-        rest = words[words.index("launch/train.py") + 1 :]
+    starts = [word for word in words if word in ("launch/train.py", "disco_ds.cli.train", "disco-train")]
+    if starts:
+        rest = words[words.index(starts[0]) + 1 :]
         if "--help" not in rest:
             config, launch = parse(rest)
             assert config.data.train
@@ -171,7 +172,7 @@ def test_the_first_recipe(recipe):
     assert (recipe / "photos-clip" / "open_clip_config.json").is_file()
 
 
-ELSEWHERE = ("/data/", "imagenet", "laion", "--confusion")  # what only a user, the hub or the demo's data has
+ELSEWHERE = ("/data/", "imagenet", "laion", "run.yaml", "--confusion")  # what only a user, the hub or the demo's data has
 OWN = [
     (command, page)
     for command, page in COMMANDS
