@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -41,6 +42,11 @@ def commands(page: Path) -> list[str]:
 
 
 COMMANDS = sorted({(command, page.name) for page in PAGES for command in commands(page)})
+
+
+def module_of(command: str) -> ModuleType:
+    """The module of a command, by its name without "disco-"."""
+    return importlib.import_module(f"disco_ds.cli.{'data.main' if command == 'data' else command}")
 
 
 @pytest.fixture
@@ -78,7 +84,7 @@ def check(words: list[str]) -> None:
         assert plan_command.main(words[1:]) in (0, 1)
     elif program.startswith("disco-"):
         name = program.removeprefix("disco-")
-        module = importlib.import_module("disco_ds.cli.trace" if words[1] == "trace" else f"disco_ds.cli.{name}")
+        module = module_of("trace" if words[1] == "trace" else name)
         module._parser().parse_args(words[2:] if words[1] == "trace" else words[1:])
     elif program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -103,7 +109,7 @@ def check(words: list[str]) -> None:
 @pytest.mark.parametrize("command", ["ckpt", "data", "eval", "export", "plan", "report"])
 def test_help_fits_a_screen_and_has_an_example(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    shown = importlib.import_module(f"disco_ds.cli.{command}")._parser().format_help()
+    shown = module_of(command)._parser().format_help()
     assert len(shown.splitlines()) <= 46, shown
     usage, _, rest = shown.partition("\n\n")
     assert f"disco-{command} " in rest, shown
@@ -139,7 +145,7 @@ def in_process(folder: Path, command: str) -> None:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        assert importlib.import_module(f"disco_ds.cli.{program.removeprefix('disco-')}").main(words) == 0, command
+        assert module_of(program.removeprefix("disco-")).main(words) == 0, command
     finally:
         os.chdir(before)
 
@@ -172,7 +178,7 @@ def test_the_first_recipe(recipe):
     assert (recipe / "photos-clip" / "open_clip_config.json").is_file()
 
 
-ELSEWHERE = ("/data/", "imagenet", "laion", "run.yaml", "--confusion")  # what only a user, the hub or the demo's data has
+ELSEWHERE = ("/data/", "imagenet", "laion", "run.yaml")  # what only a user, the hub or the demo's data has
 OWN = [
     (command, page)
     for command, page in COMMANDS
