@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import open_clip
@@ -19,7 +18,7 @@ from PIL import Image
 
 from disco_ds.cli.eval import main
 from disco_ds.cli.export import main as export
-from tests.helpers.ranks import ROOT, free_port, run_ranks
+from tests.helpers.ranks import free_port, run_ranks
 from tests.helpers.saved_runs import STEP, WORDS, model_of
 from tests.helpers.shards import write_shard
 from tests.helpers.towers import exact_similarity, slow_ranks, slow_retrieval
@@ -226,20 +225,3 @@ def test_mistakes_are_one_line(exports, data, capsys, words, told):
     assert said.startswith("disco-eval: ")
     assert said.count("\n") == 1, said
     assert all(word in said for word in told), said
-
-
-def test_help_fits_a_screen(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    lines = shown.rstrip().splitlines()
-    assert len(lines) <= 40
-    assert lines[-1].startswith("disco-eval ")
-    for default in ("(default: the run's; 256)", "(default: the run's; 4 at most)"):
-        assert default in " ".join(shown.split())
-
-
-def test_the_commands_are_on_the_path():
-    scripts = (Path(ROOT) / "pyproject.toml").read_text()
-    for name in ("eval", "export"):
-        assert f'disco-{name} = "disco_ds.cli.{name}:main"' in scripts

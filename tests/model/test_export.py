@@ -163,12 +163,18 @@ def test_mistakes_are_one_line(saved, capsys, words, told):
     assert all(word in said for word in told), said
 
 
-def test_weights_of_another_model_are_named(saved, tmp_path, capsys):
-    run_folder = shutil.copytree(saved[0] / "zero2", tmp_path / "run")
+def with_other_model(saved, case, folder, section, **fields):
+    """A copy of a run whose checkpoint says that it has another model."""
+    run_folder = shutil.copytree(saved[0] / case, folder / "run")
     manifest = run_folder / "checkpoints" / STEP / "manifest.json"
     content = json.loads(manifest.read_text())
-    content["model"]["config"]["vision_cfg"]["width"] = 96
+    content["model"]["config"][section].update(fields)
     manifest.write_text(json.dumps(content))
+    return run_folder
+
+
+def test_weights_of_another_model_are_named(saved, tmp_path, capsys):
+    run_folder = with_other_model(saved, "zero2", tmp_path, "vision_cfg", width=96)
     code, said = run(capsys, run_folder, "--to", "hf")
     assert code == 2
     assert "are not those of t" in said
@@ -177,11 +183,7 @@ def test_weights_of_another_model_are_named(saved, tmp_path, capsys):
 
 def test_a_tokenizer_that_cannot_be_had_is_told(saved, tmp_path, capsys, monkeypatch):
     """open_clip looks for a hub's tokenizer in the folder itself; weights are worth having without it."""
-    run_folder = shutil.copytree(saved[0] / "zero2-words", tmp_path / "run")
-    manifest = run_folder / "checkpoints" / STEP / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["model"]["config"]["text_cfg"]["hf_tokenizer_name"] = "someone/something"
-    manifest.write_text(json.dumps(content))
+    run_folder = with_other_model(saved, "zero2-words", tmp_path, "text_cfg", hf_tokenizer_name="someone/something")
 
     class Tokenizer:
         def __init__(self, name, **_):
@@ -197,11 +199,3 @@ def test_a_tokenizer_that_cannot_be_had_is_told(saved, tmp_path, capsys, monkeyp
     monkeypatch.setattr(Tokenizer, "save_pretrained", written.append, raising=False)
     assert "note" not in run(capsys, run_folder, "--to", "hf", "--force")[1]
     assert len(written) == 1
-
-
-def test_help_fits_a_screen(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    lines = capsys.readouterr().out.rstrip().splitlines()
-    assert len(lines) <= 40
-    assert lines[-1].startswith("disco-export ")
