@@ -100,9 +100,12 @@ class TestEvaluate:
             similarities = [caption.similarity for caption in image.top]
             assert similarities == sorted(similarities, reverse=True)
             assert all(caption.text in image.captions for caption in image.top if caption.right)
-            if image.rank <= 5 and len(set(similarities)) == 5:
-                assert image.top[image.rank - 1].right
-            assert not any(caption.right for caption in image.top[: image.rank - 1][:5]) or len(set(similarities)) < 5
+            right = [caption.similarity for caption in image.top if caption.right]
+            ahead = sum(not caption.right and caption.similarity >= max(right, default=-1) for caption in image.top)
+            if right and right[0] > similarities[-1]:
+                assert image.rank == 1 + ahead
+            else:  # others that are as similar may not be shown
+                assert image.rank >= 1 + ahead
         assert [image.index for image in run(samples, seed=seed + 1).samples] != [i.index for i in result.samples]
 
     def test_pixels_are_the_image_before_normalising(self):
