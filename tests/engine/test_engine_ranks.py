@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 
 import pytest
 import torch
@@ -39,12 +38,11 @@ def matrix(seed):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_engine_gives_the_full_batch_gradient(world_size):
-    seed = random.randrange(2**31)
+def test_every_engine_gives_the_full_batch_gradient(world_size, seed):
     results = run_ranks(matrix, world_size, seed, timeout_s=580)
     assert len(results[0]) == 120
     wrong = [case for case in results[0] if not case[1] <= 2e-5]
-    assert not wrong, f"seed {seed}, {len(wrong)} of {len(results[0])}: {wrong}"
+    assert not wrong, f"{len(wrong)} of {len(results[0])}: {wrong}"
     assert all(result == results[0] for result in results)  # the engines hold one gradient, whichever rank is asked
 
 
@@ -98,11 +96,10 @@ def precision_and_models(seed):
     return results
 
 
-def test_precisions_dropout_sigmoid_and_zero_options():
-    seed = random.randrange(2**31)
+def test_precisions_dropout_sigmoid_and_zero_options(seed):
     results = run_ranks(precision_and_models, 2, seed, timeout_s=400)
     wrong = [case for case in results[0] if not case[2] <= case[1]]
-    assert not wrong, f"seed {seed}, {len(wrong)} of {len(results[0])}: {wrong}"
+    assert not wrong, f"{len(wrong)} of {len(results[0])}: {wrong}"
 
 
 def clamp_everywhere():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import weakref
 
 import open_clip
@@ -36,27 +35,25 @@ def trained(seed, names, stages):
     return results
 
 
-def test_optimizers_see_the_true_gradient_at_every_number_of_ranks():
+def test_optimizers_see_the_true_gradient_at_every_number_of_ranks(seed):
     """LAMB's trust ratio and clipping depend on the gradient's scale: a wrong 1/N would show at once."""
-    seed = random.randrange(2**30)
     names = ("adamw", "lion", "lamb", "adafactor", "muon")
     one, two, four = (run_ranks(trained, n, seed, names, (0,), timeout_s=200)[0] for n in (1, 2, 4))
     for key, expected in one.items():
-        assert two[key] == pytest.approx(expected, rel=1e-3, abs=1e-5), (seed, key)
-        assert four[key] == pytest.approx(expected, rel=1e-3, abs=1e-5), (seed, key)
+        assert two[key] == pytest.approx(expected, rel=1e-3, abs=1e-5), key
+        assert four[key] == pytest.approx(expected, rel=1e-3, abs=1e-5), key
     norms = {key: history[1] for key, history in one.items()}
     gradients = reference_gradients("none", *tiny_batch(BATCH, seed))[1].values()
     true_norm = torch.sqrt(sum(g.square().sum() for g in gradients)).item()
-    assert all(norm == pytest.approx(true_norm, rel=1e-4) for norm in norms.values()), (seed, true_norm, norms)
+    assert all(norm == pytest.approx(true_norm, rel=1e-4) for norm in norms.values()), (true_norm, norms)
     losses = [history[6] for history in one.values()]
     assert len(set(losses)) == len(losses), "two optimizers gave the same third loss"
 
 
-def test_elementwise_optimizers_are_the_same_at_every_stage():
-    seed = random.randrange(2**30)
+def test_elementwise_optimizers_are_the_same_at_every_stage(seed):
     results = run_ranks(trained, 2, seed, ("adamw", "lion"), (0, 1, 2, 3), timeout_s=200)[0]
     for (name, stage), history in results.items():
-        assert history == pytest.approx(results[name, 0], rel=1e-3, abs=1e-5), (seed, name, stage)
+        assert history == pytest.approx(results[name, 0], rel=1e-3, abs=1e-5), (name, stage)
 
 
 def poisoned():
@@ -168,14 +165,13 @@ def followed(cases, steps, seed):
     return results
 
 
-def test_ten_steps_follow_a_plain_loop():
-    seed = random.randrange(2**30)
+def test_ten_steps_follow_a_plain_loop(seed):
     timm_tower = {**TINY_TIMM, **SMALL_VOCAB}
     cases = [("vit", TINY_VOCAB, stage, k) for stage, k in ((0, 1), (1, 4), (2, 1), (2, 2), (3, 1), (3, 4))]
     cases += [("timm", timm_tower, 2, 1), ("timm", timm_tower, 3, 2)]
     results = run_ranks(followed, 2, cases, 10, seed, timeout_s=300)[0]
     wrong = [result for result in results if not result[3] <= 1e-4]
-    assert not wrong, (seed, wrong)
+    assert not wrong, wrong
 
 
 def images_after_forward():
@@ -229,10 +225,9 @@ def resnet(seed):
     return result
 
 
-def test_batch_norm_statistics_count_each_sample_once():
-    seed = random.randrange(2**30)
+def test_batch_norm_statistics_count_each_sample_once(seed):
     result = run_ranks(resnet, 1, seed, timeout_s=200)[0]
-    assert result["whole"] <= 1e-4, seed
+    assert result["whole"] <= 1e-4
     assert result[1][1] == 1
     torch.testing.assert_close(result[4][0], result["expected"][0])
     assert result[4][1] == result["expected"][1] == 4

@@ -18,12 +18,6 @@ from disco_ds.evaluation.zeroshot import load_classes, load_templates
 from tests.helpers.towers import SIDE, TinyTowers, batched, exact_similarity, make_samples, slow_retrieval, tokenize
 
 
-@pytest.fixture
-def seed() -> int:
-    """A fresh one each time; pytest shows it when a test fails."""
-    return random.SystemRandom().randrange(2**31)
-
-
 def run(samples, size=4, model=None, **options):
     config = options.pop("config", None) or EvaluationConfig()
     return evaluate(model or TinyTowers(), batched(samples, size), tokenizer=tokenize, config=config, **options)

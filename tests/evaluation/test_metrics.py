@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from pathlib import Path
 
 import open_clip
@@ -29,12 +28,6 @@ from tests.helpers.towers import TinyTowers, exact_similarity, slow_ranks, slow_
 
 def class_hits(image, weights, labels, **options):
     return count_hits(*class_ranks(image, weights, labels, **options), len(weights))
-
-
-@pytest.fixture
-def seed() -> int:
-    """A fresh one each time; pytest shows it when a test fails."""
-    return random.SystemRandom().randrange(2**31)
 
 
 def features(seed: int, images: int, texts_of: list[int], dim: int, noise: float = 1.0):

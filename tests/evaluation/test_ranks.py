@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from typing import Any
 
 import numpy as np
@@ -113,19 +112,17 @@ def zero3_engine(seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_number_of_ranks_gives_what_one_process_does(world_size):
-    seed = random.SystemRandom().randrange(2**31)
+def test_every_number_of_ranks_gives_what_one_process_does(world_size, seed):
     expected = comparable(measured(TinyTowers(seed), samples_of(seed)))
     assert expected["metrics"]["val/pairs"] > expected["metrics"]["val/images"] == 26
     for found in run_ranks(plain_module, world_size, seed):
-        assert found == dict.fromkeys(("even", "uneven", "last"), expected), f"seed {seed}"
+        assert found == dict.fromkeys(("even", "uneven", "last"), expected)
 
 
-def test_zero3_engine_gives_what_the_module_does():
-    seed = random.SystemRandom().randrange(2**31)
+def test_zero3_engine_gives_what_the_module_does(seed):
     expected = comparable(measured(TinyTowers(seed), samples_of(seed)))
     ranks = run_ranks(zero3_engine, 2, seed)
     for found in ranks:
-        assert found[0] == expected, f"seed {seed}"
+        assert found[0] == expected
         assert found == ranks[0]
     assert ranks[0][2] != ranks[0][0]  # two training steps between them

@@ -1,32 +1,31 @@
-"""Run a test function on real gloo ranks, each in a process of its own.
+"""Real gloo ranks, each a process of its own, forked from one that has imported everything (``rank_server.py``).
 
-``run_ranks(function, world_size, *args)`` starts ``world_size`` Python processes, initialises ``torch.distributed``
-(gloo) in each, calls ``function(*args)`` there and returns the ranks' results in order. The function must live at the
-top level of an importable module (``tests.distributed.…``), since it is found again by name. When a rank raises, or
-the whole takes longer than ``timeout_s``, every process is killed and one ``AssertionError`` shows what each rank said:
-a rank that waits for a dead one is as much part of the story as the one that died.
+``run_ranks(function, world_size, *args)`` initialises ``torch.distributed`` (gloo) in each rank, calls
+``function(*args)`` there and returns the ranks' results in order. The function must live at the top level of an
+importable module (``tests.engine.…``), since it is found again by name. When a rank raises, or the whole takes longer
+than ``timeout_s``, every process is killed and one ``AssertionError`` shows what each rank said, those too that only
+waited for a dead one.
 
-Ranks are forked from one process that has imported torch, DeepSpeed and open_clip (``rank_server.py`` beside this),
-which starts with the first call, so a launch takes a fifth of a second and not six.
+``fork_ranks`` starts processes with the environment of ranks and leaves the rest to their function; the runs of
+``launch/train.py`` (``runs.py`` beside this) are started so.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib
+import contextlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,12 @@ def rank_environment(rank: int, world_size: int, port: int | None = None) -> dic
     if port is not None:
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     return env
+
+
+def user_environment() -> dict[str, str]:
+    """The environment of a user's shell on a machine without a GPU, for programs that are no rank (yet)."""
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {key: value for key, value in rank_environment(0, 1).items() if key not in ours}
 
 
 def free_port() -> int:
@@ -67,39 +72,82 @@ def _server() -> subprocess.Popen:
     return server
 
 
-@dataclass
-class Rank:
-    """One forked rank."""
+class Ranks:
+    """Forked ranks; their statuses stay known after they have ended, their output as long as this object lives."""
 
-    pid: int
-    exit: Path
-    returncode: int | None = None
+    def __init__(self, folder: Path, pids: list[int]) -> None:
+        self.folder, self.pids = folder, pids
+        self.statuses: dict[int, int] = {}
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal, once the rank has ended."""
-        if self.returncode is None and self.exit.exists():
-            self.returncode = int(self.exit.read_text())
-        return self.returncode
+    def alive(self) -> list[int]:
+        """The ranks that have not ended."""
+        for rank in range(len(self.pids)):
+            path = self.folder / f"rank{rank}.exit"
+            if rank not in self.statuses and path.exists():
+                self.statuses[rank] = int(path.read_text())
+        assert _server().poll() is None, "the process that ranks are forked from has ended"
+        return [rank for rank in range(len(self.pids)) if rank not in self.statuses]
 
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+    def failed(self) -> list[int]:
+        """The ranks that have ended with an error or by a signal."""
+        self.alive()
+        return sorted(rank for rank, status in self.statuses.items() if status)
 
-    def wait(self) -> None:
-        while self.poll() is None:
-            assert _server().poll() is None, "the process that ranks are forked from has ended"
-            time.sleep(0.01)
+    def wait(self, timeout_s: float, until_one_fails: bool = False) -> list[int]:
+        """Exit statuses by rank, negative for a signal, once all have ended, or one has failed.
+
+        Raises:
+            AssertionError: some are still running after ``timeout_s``; they are killed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (alive := self.alive()) and not (until_one_fails and self.failed()):
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(
+                    f"ranks {alive} of {len(self.pids)} were still running after {timeout_s:.0f} s\n{self.output()}"
+                )
+            time.sleep(0.005)
+        return [self.statuses[rank] for rank in sorted(self.statuses)]
+
+    def kill(self, rank: int | None = None) -> None:
+        """SIGKILL to one rank, or to all of them at once, and wait until these are gone."""
+        alive = self.alive()
+        killed = alive if rank is None else [rank] if rank in alive else []
+        for each in killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[each], signal.SIGKILL)
+        while set(killed) & set(self.alive()):
+            time.sleep(0.005)
+
+    def output(self) -> str:
+        """What the ranks have printed, rank by rank."""
+        parts = []
+        for rank in range(len(self.pids)):
+            path = self.folder / f"rank{rank}.log"
+            text = path.read_text(errors="replace") if path.exists() else ""
+            parts.append(f"----- rank {rank} (exit {self.statuses.get(rank)}) -----\n{text[-20_000:]}")
+        return "\n".join(parts)
 
 
-def _start(work: Path, world_size: int) -> list[Rank]:
+def fork_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, group_timeout_s: float | None = None
+) -> Ranks:
+    """Start processes that call ``function(*args)`` with the environment of ranks.
+
+    ``group_timeout_s``: gloo's time limit for the default process group, which they are to have made before; None for
+    functions that make their own.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(json.dumps([str(work), world_size]) + "\n")
+    work = Path(tempfile.mkdtemp(prefix="ranks-"))
+    (work / "job.pkl").write_bytes(pickle.dumps((function, args, group_timeout_s)))
+    server.stdin.write(json.dumps([str(work), world_size, free_port()]) + "\n")
     server.stdin.flush()
     answer = server.stdout.readline()
     assert answer, "the process that ranks are forked from has ended; it said why on standard error"
-    return [Rank(pid, work / f"rank{rank}.exit") for rank, pid in enumerate(json.loads(answer))]
+    return Ranks(work, json.loads(answer))
 
 
 def run_ranks(
@@ -112,73 +160,13 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout_s``; the message holds every rank's output.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        work = Path(folder)
-        job = (function.__module__, function.__qualname__, args, timeout_s)
-        (work / "job.pkl").write_bytes(pickle.dumps(job))
-        ranks = _start(work, world_size)
-        verdict = _wait(ranks, timeout_s, patience_s)
-        if verdict is not None:
-            raise AssertionError(verdict + "\n" + _stories(work, ranks))
-        return [pickle.loads((work / f"rank{rank}.pkl").read_bytes()) for rank in range(world_size)]
-
-
-def _wait(ranks: list[Rank], timeout_s: float, patience_s: float) -> str | None:
-    """Wait for all ranks; None if all ended well, else one line that says what went wrong (all are dead by then)."""
-    deadline = time.monotonic() + timeout_s
-    verdict = None
-    while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)]
-        if failed:
-            patience = time.monotonic() + patience_s  # the others get a moment to say what they saw
-            while any(process.poll() is None for process in ranks) and time.monotonic() < patience:
-                time.sleep(0.02)
-            break
-        if time.monotonic() > deadline:
-            alive = [rank for rank, process in enumerate(ranks) if process.poll() is None]
-            verdict = f"ranks {alive} of {len(ranks)} were still running after {timeout_s:.0f} s"
-            break
+    ranks = fork_ranks(function, world_size, *args, group_timeout_s=timeout_s)
+    ranks.wait(timeout_s, until_one_fails=True)
+    deadline = time.monotonic() + patience_s  # the others get a moment to say what they saw
+    while ranks.alive() and time.monotonic() < deadline:
         time.sleep(0.02)
-    for process in ranks:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-    failed = [rank for rank, process in enumerate(ranks) if (process.returncode or 0) > 0]
-    if verdict is None and any(process.returncode for process in ranks):
-        verdict = f"ranks {failed} of {len(ranks)} failed"
-    return verdict
-
-
-def _stories(work: Path, ranks: list[Rank]) -> str:
-    parts = []
-    for rank, process in enumerate(ranks):
-        text = (work / f"rank{rank}.log").read_text(errors="replace")
-        parts.append(f"----- rank {rank} (exit {process.returncode}) -----\n{text[-6000:]}")
-    return "\n".join(parts)
-
-
-def be_rank(work: Path, rank: int, world_size: int) -> None:
-    """Call the job's function and write down what it returns; ends the process."""
-    module, name, args, timeout_s = pickle.loads((work / "job.pkl").read_bytes())
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{work}/store", rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
-        result = getattr(importlib.import_module(module), name)(*args)
-        (work / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # the interpreter's own end now and then aborts in gloo's threads, with the result long written
-    except BaseException as error:
-        if isinstance(error, SystemExit) and isinstance(error.code, int):
-            os._exit(error.code)
-        traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # a normal exit may wait for a peer that will never come
+    failed = ranks.failed()
+    ranks.kill()
+    if failed:
+        raise AssertionError(f"ranks {failed} of {world_size} failed\n{ranks.output()}")
+    return [pickle.loads((ranks.folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world_size)]

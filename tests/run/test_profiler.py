@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,21 +17,7 @@ from disco_ds.engine.phases import PhaseTimer
 from disco_ds.report.run_folder import read_runs
 from disco_ds.run.profiler import WARM_UP_STEPS, Profiler
 from disco_ds.telemetry.jsonlines import read_lines
-from tests.helpers.forked import write_run
-from tests.helpers.ranks import ROOT
-
-
-def launch(ranks, config, *arguments):
-    """Ranks of launch/train.py; what they print."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), f"--nproc_per_node={ranks}", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, str(ROOT / "launch" / "train.py"), "--config", str(config), *arguments],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.helpers import runs
 
 
 def names_in(trace):
@@ -45,8 +28,8 @@ def names_in(trace):
 
 def test_a_run_is_profiled_and_leaves_what_its_report_shows(tmp_path):
     shards = str(tmp_path / "train")
-    config = write_run(tmp_path, steps=8, data={"train": shards, "val": shards, "workers": 0})
-    output = launch(2, config, "--profile", "2", "--checkpoint.every_steps", "8")
+    config = runs.write_run(tmp_path, steps=8, data={"train": shards, "val": shards, "workers": 0})
+    output = runs.train(config, 2, "--profile", "2", "--checkpoint.every_steps", "8")
     folder = tmp_path / "run" / "profile" / f"step-{WARM_UP_STEPS + 2:08d}"
     assert output.count("profile: ") == output.count("ui.perfetto.dev") == 1
     assert str(folder) in output
@@ -63,7 +46,7 @@ def test_a_run_is_profiled_and_leaves_what_its_report_shows(tmp_path):
     assert "smoothed" not in (run / "report.html").read_text()  # 8 logged steps are shown as they are
     assert "Held-out images at step 8" in (run / "report.html").read_text()
 
-    launch(1, config, "--steps", "10", "--optimizer.lr", "2e-3")
+    runs.train(config, 1, "--steps", "10", "--optimizer.lr", "2e-3")
     first, second = read_lines(run / "starts.jsonl")
     assert (first["step"], second["step"]) == (0, 8)
     assert first["config"]["optimizer"]["lr"] == 1e-3
