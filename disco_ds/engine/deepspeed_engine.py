@@ -45,6 +45,16 @@ def start_distributed(timeout_minutes: float = 30.0) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def set_matmul_precision(precision: str, device: torch.device) -> None:
+    """Let the fp32 products of a mixed-precision run on a GPU be TF32; other runs keep what the process has.
+
+    What is left in fp32 there is the loss. With TF32 a logit is off by about 2e-3 at a scale of 100, where features in
+    bf16 have already made it off by 0.2.
+    """
+    if device.type == "cuda" and precision != "fp32":
+        torch.set_float32_matmul_precision("high")
+
+
 def configure_checkpointing(section: dict[str, Any]) -> None:
     """Hand the ds_config's activation_checkpointing section to DeepSpeed's own checkpointing."""
     import deepspeed

@@ -6,28 +6,33 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from disco_ds import run_layout
 from disco_ds.checkpoint.folder import set_aside
 from disco_ds.checkpoint.resume import check_resumable, choose_checkpoint
 from disco_ds.checkpoint.save import Identity, RunState
 from disco_ds.config.schema import RunConfig, total_steps
 from disco_ds.data.cursor import check_stream
-from disco_ds.data.heldout import read_heldout
 from disco_ds.data.probe import probe
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import TrainStream
 from disco_ds.distributed import on_rank_0
-from disco_ds.engine.deepspeed_engine import build_engine, collective_timeout, configure_checkpointing, resume_engine
+from disco_ds.engine.deepspeed_engine import (
+    build_engine,
+    collective_timeout,
+    configure_checkpointing,
+    resume_engine,
+    set_matmul_precision,
+)
 from disco_ds.engine.ds_config import EngineConfig, resolve, uses_deepspeed_checkpointing
 from disco_ds.engine.ds_schema import read_ds_config
 from disco_ds.engine.optimizer import check_optimizer
-from disco_ds.engine.schedule import Schedule, build_schedule
+from disco_ds.engine.schedule import build_schedule
 from disco_ds.engine.step import TrainStep
 from disco_ds.errors import ConfigError
 from disco_ds.evaluation.evaluate import check_evaluation
@@ -37,57 +42,10 @@ from disco_ds.model.preprocess import build_tokenizer, build_transform
 from disco_ds.model.towers import TwoTowers
 from disco_ds.planner.auto import fill_auto
 from disco_ds.planner.text import headline
-from disco_ds.run.describe import describe
+from disco_ds.run.recorder import record_start
+from disco_ds.run.run import Run
 from disco_ds.run.watchdog import Watchdog
 from disco_ds.telemetry.sinks import Telemetry, check_logging
-
-
-@dataclass
-class Run:
-    """A run that is ready for its next step."""
-
-    config: RunConfig
-    folder: Path
-    engine_config: EngineConfig
-    engine: Any
-    tokenizer: Callable[[list[str]], torch.Tensor]
-    stream: TrainStream
-    train_step: TrainStep
-    schedule: Schedule
-    telemetry: Telemetry
-    control: Any
-    """A gloo group for the few numbers that ranks agree on: it never waits for a GPU."""
-    watchdog: Watchdog
-    state: RunState
-    identity: Identity
-    failed_saves: int = 0
-    """Checkpoints that could not be written."""
-
-    @property
-    def global_batch(self) -> int:
-        """Pairs a step, over all ranks."""
-        return self.engine_config.batch.global_batch
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's towers are."""
-        return self.train_step.device
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return self.folder / "checkpoints"
-
-    def heldout(self) -> Any:
-        """A fresh pass over this rank's part of the held-out pairs."""
-        return read_heldout(
-            self.config.data,
-            transform=build_transform(self.engine.module, training=False),
-            tokenizer=self.tokenizer,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            batch=self.config.evaluation.batch,
-        )
 
 
 def prepare(
@@ -103,106 +61,111 @@ def prepare(
         ConfigError, DataError, CheckpointError: see the modules that they come from.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config, engine_config, planned = _resolve(config, ds_config, device, plan)
-    global_batch = engine_config.batch.global_batch
-    folder = config.runs_dir / config.name
-    identity = Identity(
-        world_size, engine_config.zero_stage, engine_config.precision, global_batch, model_identity(config),
-        config.optimizer.name,
-    )  # fmt: skip
-    watchdog.note("starts: looks at data and checkpoints")
-    checkpoint = _check_cheaply(config, engine_config, folder, identity, watchdog)
+    config, engine_config, planned = _settle_options(config, ds_config, device, plan)
+    set_matmul_precision(engine_config.precision, device)
+    identity = _identify(config, engine_config)
+    folder, global_batch = config.runs_dir / config.name, identity.global_batch
 
-    watchdog.note("starts: builds the model")
+    watchdog.progress("starts: looks at data and checkpoints")
+    _check_options(config, engine_config)
+    sources = on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
+    checkpoints = folder / run_layout.CHECKPOINTS
+    checkpoint = choose_checkpoint(config.resume, checkpoints, lambda what: watchdog.progress(f"starts: {what}"))
+    cursor = None if checkpoint is None else on_rank_0(lambda: check_resumable(checkpoint, identity))
+    check_stream(config.data, sources, global_batch, world_size, config.seed, cursor)
+    on_rank_0(lambda: _check_writable(folder))
+
+    watchdog.progress("starts: builds the model")
     model = _build_towers(config, engine_config)
     tokenizer = build_tokenizer(config.model)
     transform = build_transform(model, training=True, augment=config.data.augment)
-    on_rank_0(lambda: _probe(config, transform))
+    on_rank_0(lambda: _decode_first_samples(config, transform))
     steps = total_steps(config, global_batch)
     schedule = build_schedule(config.schedule, peak=config.optimizer.lr, steps=steps, global_batch=global_batch)
 
-    watchdog.note("starts: builds the engine")
+    watchdog.progress("starts: builds the engine")
     torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks; a checkpoint brings its own
     engine = build_engine(model, config.optimizer, engine_config)
     state = RunState(step=0, samples_seen=0, cursor=None)
     if checkpoint is not None:
-        watchdog.note(f"starts: reads {checkpoint.name}")
+        watchdog.progress(f"starts: reads {checkpoint.name}")
         state = resume_engine(engine, checkpoint, identity)
     stream = TrainStream(
         config.data, global_batch=global_batch, rank=rank, world_size=world_size, seed=config.seed,
         transform=transform, tokenizer=tokenizer, cursor=state.cursor,
     )  # fmt: skip
     telemetry = Telemetry(
-        folder,
-        tensorboard=config.logging.tensorboard,
-        wandb=config.logging.wandb,
-        rank=rank,
-        total_steps=steps,
-        start_step=state.step,
-        name=config.name,
-        run_config=config.model_dump(mode="json"),
-    )
+        folder, tensorboard=config.logging.tensorboard, wandb=config.logging.wandb, rank=rank, total_steps=steps,
+        start_step=state.step, name=config.name, run_config=config.model_dump(mode="json"),
+    )  # fmt: skip
     run = Run(
         config=config, folder=folder, engine_config=engine_config, engine=engine, tokenizer=tokenizer, stream=stream,
         train_step=_train_step(config, engine_config, engine, device), schedule=schedule, telemetry=telemetry,
         control=dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_minutes)),
         watchdog=watchdog, state=state, identity=identity,
     )  # fmt: skip
-    aside = None if checkpoint is None else _leave_behind(checkpoint, state.step, run.checkpoints)
-    if rank == 0:
-        (folder / "config.yaml").write_text(_as_it_runs(config, engine_config).to_yaml())
-        telemetry.message("\n".join(describe(run, checkpoint, planned, aside)))
+    aside = None if checkpoint is None else _leave_behind(checkpoint, state.step, checkpoints)
+    record_start(run, checkpoint, planned, aside)
     return run
 
 
-def _as_it_runs(config: RunConfig, engine_config: EngineConfig) -> RunConfig:
-    """With what the ds_config or the device decided; micro-batches stay open, they hang on the number of ranks."""
-    clip_norm = float(engine_config.deepspeed["gradient_clipping"])
-    return config.model_copy(
-        update={
-            "global_batch": engine_config.batch.global_batch,
-            "precision": engine_config.precision,
-            "optimizer": config.optimizer.model_copy(update={"clip_norm": clip_norm}),
-        }
+def _settle_options(
+    config: RunConfig, ds_config: str | Path, device: torch.device, plan: bool
+) -> tuple[RunConfig, EngineConfig, str | None]:
+    """Run and ds_config, checked against each other; with ``plan`` filled by the planner, and its headline."""
+    content, planned, world_size = read_ds_config(ds_config), None, dist.get_world_size()
+    if plan:
+        config, content, found = fill_auto(
+            config, content, world_size=world_size, device=device, source=str(ds_config), progress=_print_on_rank_0
+        )
+        planned = "\n".join(headline(found, config.model.name))
+    on_gpu = device.type == "cuda"
+    return config, resolve(config, content, world_size=world_size, on_gpu=on_gpu, source=str(ds_config)), planned
+
+
+def _print_on_rank_0(message: str) -> None:
+    if dist.get_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+
+
+def _identify(config: RunConfig, engine_config: EngineConfig) -> Identity:
+    return Identity(
+        world_size=engine_config.batch.world_size,
+        zero_stage=engine_config.zero_stage,
+        precision=engine_config.precision,
+        global_batch=engine_config.batch.global_batch,
+        model=config.model.model_dump(
+            mode="json", include={"name", "config", "freeze", "image_size", "context_length"}
+        ),
+        optimizer=config.optimizer.name,
     )
 
 
-def _leave_behind(checkpoint: Path, step: int, folder: Path) -> Path | None:
-    """Move aside what the run has saved on a way that it does not take: after the checkpoint that it goes on from, or,
-    where that one is from elsewhere, all of it."""
-    after = step if checkpoint.resolve().parent == folder.resolve() else -1
-    return on_rank_0(lambda: set_aside(folder, after), failure=f"what is in {folder} could not be moved aside")
-
-
-def _check_cheaply(
-    config: RunConfig, engine_config: EngineConfig, folder: Path, identity: Identity, watchdog: Watchdog
-) -> Path | None:
-    """What can be found wrong before anything is built; returns the checkpoint to go on from."""
+def _check_options(config: RunConfig, engine_config: EngineConfig) -> None:
+    """What can be found wrong without looking at any file."""
     zero = engine_config.deepspeed["zero_optimization"]
     offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     check_optimizer(config.optimizer, zero_stage=engine_config.zero_stage, offload=offload)
     check_logging(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
     check_evaluation(config.evaluation)
-    sources = on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
-    checkpoint = choose_checkpoint(config.resume, folder / "checkpoints", lambda what: watchdog.note(f"starts: {what}"))
-    cursor = None if checkpoint is None else on_rank_0(lambda: check_resumable(checkpoint, identity))
-    check_stream(config.data, sources, identity.global_batch, identity.world_size, config.seed, cursor)
-    on_rank_0(lambda: check_writable(folder))
-    return checkpoint
 
 
-def _resolve(
-    config: RunConfig, ds_config: str | Path, device: torch.device, plan: bool
-) -> tuple[RunConfig, EngineConfig, str | None]:
-    """Run and ds_config, checked against each other; with ``plan`` filled by the planner, and what it has to say."""
-    content, planned, world_size = read_ds_config(ds_config), None, dist.get_world_size()
-    if plan:
-        config, content, found = fill_auto(
-            config, content, world_size=world_size, device=device, source=str(ds_config), progress=_say_once
-        )
-        planned = "\n".join(headline(found, config.model.name))
-    on_gpu = device.type == "cuda"
-    return config, resolve(config, content, world_size=world_size, on_gpu=on_gpu, source=str(ds_config)), planned
+def _find_shards(config: RunConfig) -> list[Source]:
+    if config.data.val is not None:
+        expand(config.data.val, "data.val")
+    return expand(config.data.train, "data.train")
+
+
+def _check_writable(folder: Path) -> None:
+    """Try the run's folder, or the nearest one above it that is there; nothing is left behind."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(f"runs_dir: nothing can be written to {folder}: {error}. Choose another --runs_dir") from None
 
 
 def _build_towers(config: RunConfig, engine_config: EngineConfig) -> TwoTowers:
@@ -218,9 +181,10 @@ def _build_towers(config: RunConfig, engine_config: EngineConfig) -> TwoTowers:
     return model
 
 
-def _say_once(message: str) -> None:
-    if dist.get_rank() == 0:
-        print(message, file=sys.stderr, flush=True)
+def _decode_first_samples(config: RunConfig, transform: Callable[[Any], torch.Tensor]) -> None:
+    probe(config.data, transform=transform)
+    if config.data.val is not None:
+        probe(config.data, transform=transform, field="data.val")
 
 
 def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, device: torch.device) -> TrainStep:
@@ -235,37 +199,11 @@ def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, dev
     )
 
 
-def model_identity(config: RunConfig) -> dict[str, Any]:
-    """What must be the same for a checkpoint to fit."""
-    return config.model.model_dump(mode="json", include={"name", "config", "freeze", "image_size", "context_length"})
-
-
-def _find_shards(config: RunConfig) -> list[Source]:
-    if config.data.val is not None:
-        expand(config.data.val, "data.val")
-    return expand(config.data.train, "data.train")
-
-
-def check_writable(folder: Path) -> None:
-    """Try the run's folder, or the nearest one above it that is there; nothing is left behind.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    try:
-        with tempfile.TemporaryDirectory(dir=there):
-            pass
-    except OSError as error:
-        raise ConfigError(f"runs_dir: nothing can be written to {folder}: {error}. Choose another --runs_dir") from None
-
-
-def _probe(config: RunConfig, transform: Callable[[Any], torch.Tensor]) -> None:
-    probe(config.data, transform=transform)
-    if config.data.val is not None:
-        probe(config.data, transform=transform, field="data.val")
+def _leave_behind(checkpoint: Path, step: int, folder: Path) -> Path | None:
+    """Move aside what the run has saved on a way that it does not take: after the checkpoint that it goes on from, or,
+    where that one is from elsewhere, all of it."""
+    after = step if checkpoint.resolve().parent == folder.resolve() else -1
+    return on_rank_0(lambda: set_aside(folder, after), failure=f"what is in {folder} could not be moved aside")
 
 
 def start_logging(rank: int) -> None:

@@ -1,6 +1,6 @@
-"""What a run leaves in its folder for the report, beside its metrics: each start, the memory comparison, shown images.
+"""What a run writes into its folder as it goes, beside the metrics: options, starts, memory, held-out images, result.
 
-Rank 0 writes; a file that cannot be written is said and does not end a run.
+Rank 0 writes. A file that cannot be written is a warning and does not end a run.
 """
 
 from __future__ import annotations
@@ -9,29 +9,37 @@ import base64
 import io
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
+import torch
 from PIL import Image
 
+from disco_ds import __version__, run_layout
+from disco_ds.config.schema import RunConfig
+from disco_ds.engine.ds_config import EngineConfig
+from disco_ds.evaluation.result import EvalResult, RankedImage, format_result
 from disco_ds.files import append_line, replace_text
-from disco_ds.run_layout import HELDOUT, MEMORY, STARTS
-
-if TYPE_CHECKING:
-    from disco_ds.evaluation.result import EvalResult, RankedImage
-    from disco_ds.planner.compare import Measured
-    from disco_ds.planner.memory import Prediction
-    from disco_ds.run.prepare import Run
+from disco_ds.planner import compare
+from disco_ds.planner.memory import Prediction
+from disco_ds.report.picture import write_page, write_report
+from disco_ds.run.header import header
+from disco_ds.run.run import Run
 
 _LONGEST = 500  # characters of a caption
 _LOSSLESS_BELOW = 64  # pixels a side: JPEG smears small drawings, and PNG of them is small
 
 
-def record_start(run: Run) -> None:
-    """Append to ``starts.jsonl``, which no resume rewrites, where the run starts, on what, and with which settings."""
-    import torch
+def record_start(run: Run, checkpoint: Path | None, planned: str | None, aside: Path | None) -> None:
+    """Print the header, write ``config.yaml``, and append to ``starts.jsonl``, which no resume rewrites.
 
-    from disco_ds import __version__
-
+    Args:
+        checkpoint, planned, aside: as :func:`disco_ds.run.header.header` takes them.
+    """
+    if run.telemetry.rank != 0:
+        return
+    replace_text(run.folder / run_layout.CONFIG, _resolved(run.config, run.engine_config).to_yaml())
     plan = run.engine_config.batch
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -43,15 +51,43 @@ def record_start(run: Run) -> None:
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "total_steps": run.schedule.steps,
-        "versions": {"disco_ds": __version__, "torch": torch.__version__, "deepspeed": _version("deepspeed")},
+        "versions": {"disco_ds": __version__, "torch": torch.__version__, "deepspeed": version("deepspeed")},
         "config": run.config.model_dump(mode="json"),
         "ds_config": run.engine_config.deepspeed,
     }
-    with run.telemetry.log_and_continue(STARTS):
-        append_line(run.folder / STARTS, json.dumps(start, ensure_ascii=False, default=str))
+    with run.telemetry.log_and_continue(run_layout.STARTS):
+        append_line(run.folder / run_layout.STARTS, json.dumps(start, ensure_ascii=False, default=str))
+    run.telemetry.message(header(run, checkpoint, planned, aside))
 
 
-def record_memory(run: Run, prediction: Prediction, measured: Measured) -> None:
+def _resolved(config: RunConfig, engine_config: EngineConfig) -> RunConfig:
+    """With what the ds_config or the device decided; micro-batches stay open, they hang on the number of ranks."""
+    clip_norm = float(engine_config.deepspeed["gradient_clipping"])
+    return config.model_copy(
+        update={
+            "global_batch": engine_config.batch.global_batch,
+            "precision": engine_config.precision,
+            "optimizer": config.optimizer.model_copy(update={"clip_norm": clip_norm}),
+        }
+    )
+
+
+def compare_memory(run: Run) -> None:
+    """On a GPU, tell of the memory measured so far beside what the planner predicts, and record both."""
+    if run.device.type != "cuda" or run.telemetry.rank != 0:
+        return
+    try:
+        prediction = compare.predict_run(run.config, run.engine_config, device=run.device)
+    except Exception as error:  # a model that cannot be traced is no reason to stop: this is advice
+        run.telemetry.message(f"memory: not predicted ({error})")
+        return
+    measured = compare.measure(run.engine, run.device)
+    record_memory(run, prediction, measured)
+    for line in filter(None, compare.beside_plan(prediction, measured)):
+        run.telemetry.message(line)
+
+
+def record_memory(run: Run, prediction: Prediction, measured: compare.Measured) -> None:
     """Write ``memory.json``: bytes planned for the step's highest moment, by category, and bytes measured."""
     content = {
         "step": run.state.step,
@@ -61,30 +97,42 @@ def record_memory(run: Run, prediction: Prediction, measured: Measured) -> None:
         "reserved": measured.reserved,
         "counted": measured.categories,
     }
-    with run.telemetry.log_and_continue(MEMORY):
-        replace_text(run.folder / MEMORY, json.dumps(content, indent=1) + "\n")
+    with run.telemetry.log_and_continue(run_layout.MEMORY):
+        replace_text(run.folder / run_layout.MEMORY, json.dumps(content, indent=1) + "\n")
 
 
-def record_shown(run: Run, result: EvalResult) -> None:
-    """Write ``heldout.json``: the images that the newest evaluation shows, with the captions ranked first."""
-    content = {"step": run.state.step, "images": [_shown(image) for image in result.samples]}
-    with run.telemetry.log_and_continue(HELDOUT):
-        replace_text(run.folder / HELDOUT, json.dumps(content) + "\n")
+def record_evaluation(run: Run, result: EvalResult) -> None:
+    """An evaluation on the console and in ``eval.jsonl``; ``heldout.json`` has the images of the newest one."""
+    run.telemetry.log_eval(run.state.step, result.metrics, format_result(result))
+    if run.telemetry.rank == 0:
+        content = {"step": run.state.step, "images": [_shown(image) for image in result.samples]}
+        with run.telemetry.log_and_continue(run_layout.HELDOUT):
+            replace_text(run.folder / run_layout.HELDOUT, json.dumps(content) + "\n")
+
+
+def record_end(run: Run, result: EvalResult | None) -> None:
+    """The end of a run: ``result.json``, the picture and the page, and where they are."""
+    if run.telemetry.rank != 0:
+        return
+    metrics = {} if result is None else result.metrics
+    outcome = {"steps": run.state.step, "samples_seen": run.state.samples_seen, **metrics}
+    with run.telemetry.log_and_continue(run_layout.RESULT):
+        replace_text(run.folder / run_layout.RESULT, json.dumps(outcome, indent=1) + "\n")
+    picture = None
+    with run.telemetry.log_and_continue(run_layout.PICTURE):
+        picture = write_report(run.folder, result)
+    page = write_page(run.folder)
+    made = [f"picture: {picture}"] * bool(picture) + [f"report: {page}"] * bool(page)
+    run.telemetry.message("; ".join([f"finished {run.folder}", *made]))
 
 
 def _shown(image: RankedImage) -> dict[str, Any]:
+    top = [(caption.text[:_LONGEST], round(float(caption.similarity), 4), bool(caption.right)) for caption in image.top]
     return {
         "key": image.key,
         "rank": int(image.rank),
         "captions": [text[:_LONGEST] for text in image.captions],
-        "top": [
-            {
-                "text": caption.text[:_LONGEST],
-                "similarity": round(float(caption.similarity), 4),
-                "right": bool(caption.right),
-            }
-            for caption in image.top
-        ],
+        "top": [{"text": text, "similarity": similarity, "right": right} for text, similarity, right in top],
         "width": image.pixels.shape[1],
         "height": image.pixels.shape[0],
         "src": _data_url(image),
@@ -96,12 +144,3 @@ def _data_url(image: RankedImage) -> str:
     buffer = io.BytesIO()
     Image.fromarray(image.pixels).save(buffer, kind, **({"quality": 88} if kind == "jpeg" else {"optimize": True}))
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

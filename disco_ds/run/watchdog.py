@@ -1,8 +1,8 @@
 """Ends a run whose ranks wait for one that hangs, and says which rank hangs or has died.
 
-Each rank notes the step and phase that it is in, in the store that the process group has anyway. A thread on each rank
-looks at its own progress; when there has been none for the timeout, it reads everybody's notes, prints them, and ends
-the process: a launcher then ends the rest. No collective is involved, so nothing here can hang with the run.
+Each rank writes the step and phase that it is in to the store that the process group has anyway. A thread on each rank
+looks at its own progress; when there has been none for the timeout, it reads where everybody was last seen, prints it,
+and ends the process: a launcher then ends the rest. No collective is involved, so nothing here can hang with the run.
 
 A rank that dies shows to its peers as a lost connection, which names nobody. So the thread also lets the rank's pulse
 be seen, and a rank whose collective has failed looks whose pulse has stopped.
@@ -34,7 +34,7 @@ class Watchdog:
     Args:
         store: a torch.distributed store that all ranks reach.
         rank, world_size: this process's place.
-        timeout_s: seconds without a note after which the run is over.
+        timeout_s: seconds without progress after which the run is over.
     """
 
     @classmethod
@@ -53,11 +53,11 @@ class Watchdog:
         self._closed = threading.Event()
         self._period_s = min(timeout_s / 10, PULSE_S)
         self._pulse(0)
-        self.note("starts")
+        self.progress("starts")
         self._thread = threading.Thread(target=self._watch, name="disco_ds-watchdog", daemon=True)
         self._thread.start()
 
-    def note(self, doing: str) -> None:
+    def progress(self, doing: str) -> None:
         """This rank has got as far as ``doing``, such as "step 12: waits for data"."""
         self._last = time.monotonic()
         self.store.set(self._key(self.rank), f"{time.time():.0f} {doing}")

@@ -13,9 +13,14 @@ from disco_ds.checkpoint.state import FP32, SavedState
 from disco_ds.engine.deepspeed_engine import resume_engine
 from tests.helpers.engines import BATCH, build, own_rows
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import TINY_RESNET, TINY_VOCAB, tiny_batch
+from tests.helpers.tiny import TINY_RESNET, tiny_batch
 
-RESNET = {**TINY_RESNET, "text_cfg": TINY_VOCAB["text_cfg"]}
+SMALL = {
+    "embed_dim": 16,
+    "vision_cfg": {"layers": 2, "width": 16, "head_width": 8, "patch_size": 16, "image_size": 32},
+    "text_cfg": {"context_length": 16, "vocab_size": 100, "width": 16, "heads": 2, "layers": 1},
+}
+RESNET = {**SMALL, "vision_cfg": TINY_RESNET["vision_cfg"]}
 CASES = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
@@ -77,7 +82,7 @@ def save_all(folder, cases):
     """Three steps and a checkpoint for each case; then what it held, and the losses of the next two steps."""
     held = {}
     for case in cases:
-        engine, step = build(**CASES[case])
+        engine, step = build(**{"config": SMALL, **CASES[case]})
         steps(step, (1, 2, 3))
         stage = CASES[case]["stage"]
         run = identity(stage, CASES[case].get("precision", "fp32"))
@@ -95,7 +100,7 @@ def load_all(folder, cases):
         ways = [(stage, own) for stage in LOADED_AT.get(case, (CASES[case]["stage"],))]
         ways += [(CASES[case]["stage"], LOADED_IN[case])] if case in LOADED_IN else []
         for stage, precision in ways:
-            engine, step = build(**{**CASES[case], "stage": stage, "precision": precision})
+            engine, step = build(**{"config": SMALL, **CASES[case], "stage": stage, "precision": precision})
             state = resume_engine(engine, Path(folder) / case / "step-00000003", identity(stage, precision))
             assert (state.step, state.samples_seen) == (3, 3 * BATCH)
             assert engine.global_steps == 3
@@ -105,19 +110,35 @@ def load_all(folder, cases):
     return held
 
 
+SAVED_BY = {
+    1: ["zero2", "zero3-locked", "zero0-bf16", "zero1-resnet"],
+    2: list(CASES),
+    3: ["zero1", "zero3", "zero2-bf16", "zero1-resnet"],
+}
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory):
+    """Ranks → folder of the checkpoints of so many ranks, and what they hold; each saved once."""
+    made = {}
+
+    def saved(ranks):
+        if ranks not in made:
+            folder = tmp_path_factory.mktemp(f"saved-by-{ranks}")
+            made[ranks] = folder, run_ranks(save_all, ranks, str(folder), SAVED_BY[ranks])[0]
+        return made[ranks]
+
+    return saved
+
+
 @pytest.mark.parametrize(
-    ("saved_by", "loaded_by", "cases"),
-    [
-        (2, 3, list(CASES)),
-        (3, 1, ["zero1", "zero3", "zero2-bf16", "zero1-resnet"]),
-        (1, 4, ["zero2", "zero3-locked"]),
-        (2, 2, list(LOADED_IN)),
-    ],
+    ("ranks", "loaded_by", "cases"),
+    [(2, 3, list(CASES)), (3, 1, SAVED_BY[3]), (1, 4, ["zero2", "zero3-locked"]), (2, 2, list(LOADED_IN))],
     ids=["2-3", "3-1", "1-4", "2-2"],
 )
-def test_everything_comes_back_on_another_number_of_ranks(tmp_path, saved_by, loaded_by, cases):
-    saved = run_ranks(save_all, saved_by, str(tmp_path), cases, timeout_s=300)[0]
-    loaded = run_ranks(load_all, loaded_by, str(tmp_path), cases, timeout_s=300)[0]
+def test_everything_comes_back_on_another_number_of_ranks(saved_by, ranks, loaded_by, cases):
+    folder, saved = saved_by(ranks)
+    loaded = run_ranks(load_all, loaded_by, str(folder), cases)[0]
     for (case, stage, precision), (content, losses) in loaded.items():
         expected, expected_losses = saved[case]
         where = f"{case} at stage {stage} in {precision}"
@@ -133,10 +154,10 @@ def test_everything_comes_back_on_another_number_of_ranks(tmp_path, saved_by, lo
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_saved_weights_are_read_without_an_engine(tmp_path, ranks):
-    saved = run_ranks(save_all, ranks, str(tmp_path), ["zero2", "zero3-locked", "zero0-bf16", "zero1-resnet"])[0]
+def test_saved_weights_are_read_without_an_engine(saved_by, ranks):
+    folder, saved = saved_by(ranks)
     for case, (content, _) in saved.items():
-        weights = SavedState(tmp_path / case / "step-00000003" / "engine", CASES[case]["stage"]).weights()
+        weights = SavedState(folder / case / "step-00000003" / "engine", CASES[case]["stage"]).weights()
         if content is None:
             assert weights["clip.visual.conv1.weight"].dtype == torch.float32
             continue

@@ -113,7 +113,7 @@ def test_resume_counts_nothing_twice(tmp_path):
 
 def test_faults_are_logged_though_an_evaluation_comes_between():
     from disco_ds.data.stream import Batch
-    from disco_ds.run.train import Window
+    from disco_ds.run.window import Window
 
     run = SimpleNamespace(train_step=SimpleNamespace(timer=SimpleNamespace(read=dict)), state=SimpleNamespace(step=3))
     window = Window(run)

@@ -95,38 +95,6 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_leaves_nothing():
                 assert bad == [[], [2] if rank == 1 else [], [], []], case
 
 
-def counted(folder):
-    """The bookkeeping around skipped steps."""
-    from disco_ds.errors import DivergedError
-    from disco_ds.run.skipped_steps import Skips
-    from disco_ds.telemetry.sinks import Telemetry
-
-    skips = Skips(Telemetry(folder, rank=dist.get_rank()), None, 2)
-    bad = torch.tensor([False, dist.get_rank() == 1])
-    keys = [f"s.tar#{dist.get_rank()}a", f"s.tar#{dist.get_rank()}b"]
-    messages = [skips.note(step, step != 2, bad, keys) for step in (1, 2, 3, 4)]
-    with pytest.raises(DivergedError) as caught:
-        skips.note(5, True, torch.zeros(2, dtype=torch.bool), keys)
-    return messages, str(caught.value), skips.total
-
-
-def test_skipped_steps_are_named_counted_and_limited(tmp_path):
-    import json
-
-    results = run_ranks(counted, 2, str(tmp_path))
-    for messages, reason, total in results:
-        assert messages[1] is None
-        assert (
-            "step 1 was left out on all ranks: features of 1 samples are not finite: s.tar#1b (rank 1)" in messages[0]
-        )
-        assert "3 steps in a row" in reason
-        assert "all features are finite, the gradient is not" in reason
-        assert total == 4
-    lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert lines[0] == {"step": 1, "samples": {"1": ["s.tar#1b"]}}
-    assert [line["step"] for line in lines] == [1, 3, 4, 5]
-
-
 def plain_loop(config, steps, seed):
     """open_clip's model, open_clip's loss, torch's AdamW: a loop as its users write it."""
     torch.manual_seed(0)

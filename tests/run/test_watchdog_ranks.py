@@ -19,11 +19,11 @@ def one_rank_hangs():
     rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
     watchdog = Watchdog(store, rank=rank, world_size=dist.get_world_size(), timeout_s=3.0)
-    watchdog.note("step 5: waits for data")
+    watchdog.progress("step 5: waits for data")
     if rank == 1:
         time.sleep(120)
     time.sleep(1.5)  # so that rank 1 is behind by more than the clock's second
-    watchdog.note("step 5: trains")
+    watchdog.progress("step 5: trains")
     dist.all_reduce(torch.zeros(1))  # waits for rank 1
 
 
@@ -74,7 +74,7 @@ def one_rank_goes(how):
     rank = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
     watchdog = Watchdog(store, rank=rank, world_size=dist.get_world_size(), timeout_s=5.0)
-    watchdog.note("step 7: trains")
+    watchdog.progress("step 7: trains")
     dist.barrier()
     try:
         if rank == 1 and how == "killed":

@@ -1,4 +1,4 @@
-"""What a run writes and prints: console, JSONL over kills and resumes, TensorBoard, W&B, and quiet libraries."""
+"""What a run writes and prints: console, JSONL over kills and resumes, TensorBoard, W&B."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import io
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 import types
 from contextlib import closing, suppress
@@ -21,7 +19,6 @@ from disco_ds.errors import ConfigError
 from disco_ds.telemetry.console import duration
 from disco_ds.telemetry.jsonlines import JsonLines, read_lines, set_aside_after
 from disco_ds.telemetry.sinks import Telemetry, check_logging
-from tests.helpers.ranks import ROOT, rank_environment
 
 METRICS = {
     "samples_seen": 5120, "loss": 3.21, "lr": 5e-4, "logit_scale": 2.7, "grad_norm": 0.5, "samples_per_s": 1234.5,
@@ -247,73 +244,3 @@ class TestSinks:
                 telemetry(tmp_path / "run", rank=rank, **wanted)
         assert not (tmp_path / "run").exists()
         check_logging(tensorboard=False, wandb=None)
-
-
-QUIET_PROGRAM = """
-import logging, sys, warnings
-from disco_ds import quiet
-quiet._GPU_DEVICE_FILES = {devices!r}
-quiet.quiet_libraries()
-quiet.quiet_libraries()
-import deepspeed, torch
-import deepspeed.ops
-from deepspeed.utils import logger
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-model = torch.nn.Linear(4, 4)
-engine, *_ = deepspeed.initialize(
-    model=model, optimizer=torch.optim.AdamW(model.parameters()),
-    config={{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {{"stage": 3}}}},
-)
-for _ in range(2):
-    engine.backward(engine(torch.ones(1, 4)).sum())
-    engine.step()
-speaker = sys.modules["deepspeed.comm.torch"]
-speaker.print("DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully")
-logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime is found, using CUDA_HOME='/usr/local'")
-logging.warning("No pretrained weights loaded for model 'demo'. Model initialized randomly.")
-torch.distributed.destroy_process_group()
-print("--- told ---", flush=True)
-speaker.print("DeepSpeed could not build it")
-logger.warning("lower your learning rate")
-logging.getLogger("torch.utils.cpp_extension").warning("no compiler")
-logging.warning("No pretrained weights found")
-warnings.warn("`torch.load` is deprecated", FutureWarning)
-warnings.warn("`torch.distributed.x` is deprecated. Please use `torch.distributed.y` instead.", UserWarning)
-"""
-
-
-def quiet_program(tmp_path, devices):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        env = rank_environment(0, 1, free.getsockname()[1])
-    del env["DS_ACCELERATOR"]  # so that DeepSpeed has something to say about it
-    program = tmp_path / "program.py"
-    program.write_text(QUIET_PROGRAM.format(devices=devices))
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr
-
-
-def test_a_healthy_cpu_run_prints_nothing_and_other_warnings_pass(tmp_path):
-    out, err = quiet_program(tmp_path, ())
-    before, after = out.split("--- told ---\n")
-    assert before == ""
-    assert "DeepSpeed could not build it" in after
-    assert "lower your learning rate" in after
-    for told in (
-        "no compiler",
-        "No pretrained weights found",
-        "`torch.load` is deprecated",
-        "`torch.distributed.x` is deprecated",
-    ):
-        assert told in err
-    # the first words on stderr are the ones that the program put there itself
-    assert "no compiler" in err.splitlines()[0]
-
-
-def test_with_a_gpu_in_the_machine_a_fall_back_to_the_cpu_is_told(tmp_path):
-    out, err = quiet_program(tmp_path, ("/dev/null",))
-    assert "Setting accelerator to CPU" in out.split("--- told ---\n")[0]
-    assert "No CUDA runtime is found" in err

@@ -1,26 +1,23 @@
-"""What a run says of itself at its start."""
+"""What a run tells of itself at its start."""
 
 from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from disco_ds.engine.ds_config import BatchPlan
 from disco_ds.model.towers import TwoTowers
-
-if TYPE_CHECKING:
-    from disco_ds.run.prepare import Run
+from disco_ds.run.run import Run
 
 
-def describe(run: Run, checkpoint: Path | None, planned: str | None, aside: Path | None) -> list[str]:
+def header(run: Run, checkpoint: Path | None, planned: str | None, aside: Path | None) -> str:
     """What will happen, in a few lines: everything that was derived or filled in is here.
 
     Args:
         checkpoint: the one that the run goes on from.
-        planned: what the planner says, where it chose the settings.
+        planned: the planner's headline, where it chose the settings.
         aside: where checkpoints are that the run leaves behind.
     """
     config, plan = run.config, run.engine_config.batch
@@ -33,12 +30,13 @@ def describe(run: Run, checkpoint: Path | None, planned: str | None, aside: Path
     )
     frozen = f", {towers.freeze} tower locked" if towers.freeze != "none" else ""
     filled = ", ".join(f"{key}={value}" for key, value in run.engine_config.filled.items()) or "nothing"
+    device = run.device.type + _products(run.device)
     lines = [
         f"run {run.folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""),
         f"  model     {config.model.name}: image {_millions(sizes['image'])}, text {_millions(sizes['text'])}{frozen}",
         f"  batch     {plan.global_batch:,} pairs, all negatives of each other = {cut}",
         f"  length    {_steps(steps, plan)}; warm-up {_steps(warmup, plan)}, then {run.schedule.kind}",
-        f"  engine    ZeRO {run.engine_config.zero_stage}, {run.engine_config.precision}, {run.device.type}; "
+        f"  engine    ZeRO {run.engine_config.zero_stage}, {run.engine_config.precision}, {device}; "
         f"{config.optimizer.name}; loss {config.loss.kind}; checkpointing {config.model.checkpointing}",
         textwrap.fill(f'  "auto"    {filled}', 110, subsequent_indent=" " * 12, break_on_hyphens=False),
     ]
@@ -48,11 +46,16 @@ def describe(run: Run, checkpoint: Path | None, planned: str | None, aside: Path
         lines.append(
             f"another way from step {run.state.step}: the checkpoints that this run leaves behind are now in {aside}"
         )
-    return lines
+    return "\n".join(lines)
 
 
 def _steps(steps: int, plan: BatchPlan) -> str:
     return f"{steps:,} step{'' if steps == 1 else 's'} = {steps * plan.global_batch:,} samples"
+
+
+def _products(device: torch.device) -> str:
+    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() == "high"
+    return ", fp32 products in TF32" if tf32 else ""
 
 
 def _elements(parameter: torch.nn.Parameter) -> int:
