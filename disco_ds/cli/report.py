@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import ConfigError
+from disco_ds.files import replace_text
+from disco_ds.run_layout import PAGE
 
-REPORT_FILE = "report.html"
-COMPARISON_FILE = "comparison.html"
+COMPARISON = "comparison.html"
 
 
 @to_a_pipe
@@ -35,51 +36,44 @@ def _parser() -> Parser:
         epilog="examples:\ndisco-report runs/clip\ndisco-report runs/clip runs/clip-lr --out lr.html --png pictures",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder, runs/NAME")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=f"the HTML file (default: {REPORT_FILE} in the run's folder; of several runs {COMPARISON_FILE} here)",
-    )
-    parser.add_argument("--png", type=Path, metavar="DIR", help="also write every chart as a PNG into this folder")
+    out = f"the HTML file (default: {PAGE} in the run's folder; of several runs {COMPARISON} here)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
+    png = "also write the charts as PNGs: into one picture if it ends in .png, else each into this folder"
+    parser.add_argument("--png", type=Path, metavar="PATH", help=png)
     return parser
 
 
 def _report(arguments: argparse.Namespace) -> None:
     from disco_ds.report.run_folder import read_runs
 
-    runs = read_runs(arguments.runs)
-    out = arguments.out or (arguments.runs[0] / REPORT_FILE if len(runs) == 1 else Path(COMPARISON_FILE))
+    runs, png = read_runs(arguments.runs), arguments.png
+    out = arguments.out or (arguments.runs[0] / PAGE if len(runs) == 1 else Path(COMPARISON))
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--out {out}: the report is HTML; give a name that ends in .html")
     try:
-        from disco_ds.report.page import pictures, render
+        from disco_ds.report import page, picture
 
-        page, charts = render(runs)
+        text, sections = page.render(runs)
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing; install it with: pip install 'disco-ds[demo]'") from None
-    write_whole(out, page.encode("utf-8"), "--out")
+    with _writing("--out", out):
+        replace_text(out, text)
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
-    if arguments.png is not None:
-        files = pictures(runs, charts)
-        for name, content in files.items():
-            write_whole(arguments.png / name, content, "--png")
-        print(f"{len(files)} pictures in {arguments.png}")
+    if png is None:
+        return
+    with _writing("--png", png):
+        if png.suffix.lower() == ".png":
+            picture.save(png, runs, sections)
+            print(png)
+        else:
+            print(f"{picture.save_each(png, runs, sections)} pictures in {png}")
 
 
-def write_whole(path: Path, content: bytes, flag: str) -> None:
-    """Write a file in one move, its folder made if it is missing.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    fresh = path.with_name(f".{path.name}.new")
+@contextmanager
+def _writing(flag: str, path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_bytes(content)
-        os.replace(fresh, path)
+        yield
     except OSError as error:
-        fresh.unlink(missing_ok=True) if fresh.parent.is_dir() else None
         raise ConfigError(f"{flag} {path}: cannot be written ({error.strerror})") from None
 
 

@@ -1,30 +1,58 @@
-"""The charts of disco-report that are bars or stacks: where the time went, memory, data faults."""
+"""The charts that are bars or stacks: where the time went, and data faults."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from disco_ds.report.charts import Chart, prefix
 from disco_ds.report.run_folder import RunFolder, number
-from disco_ds.report.style import GIB, RUN_COLOURS, dress, elide, legend, new_figure, short
+from disco_ds.report.style import OTHER, RUN_COLOURS, Chart, add_legend, label_axes, new_figure, prefix
+from disco_ds.report.text import elide
 
 PHASES = {"data": "#937860", "forward": "#4f94cd", "loss": "#c44e52", "backward": "#55a868", "step": "#8172b3"}
 """Where the time of a step goes (metrics time_in_*), and the rest as "other"."""
-OTHER = "#bdbdbd"
 
 _STRETCHES = 100  # of a stack over steps
+_MOST_BARS = 12
 
 
-def shares(run: RunFolder) -> dict[str, float]:
-    """Mean seconds of a step by where they went; empty where nothing is logged."""
-    steps, stacks = _seconds(run)
-    return {name: float(np.mean(values)) for name, values in stacks.items()} if len(steps) else {}
+def stacked_bars(
+    name: str, title: str, rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[str, str], label: str,
+    total_words: Callable[[float], str], legend: Mapping[str, str] | None = None,
+) -> Chart:  # fmt: skip
+    """Horizontal bars, the first on top, each stacked by category, with its total behind it.
+
+    Args:
+        rows: name of each bar and its values by category.
+        colours: of the categories, in the order of the stack.
+        legend: other words for the categories in it.
+    """
+    figure, axes = new_figure(1.8 + 0.42 * len(rows))
+    label_axes(axes, "", label)
+    for place, (_, parts) in enumerate(rows):
+        left = 0.0
+        for category, colour in colours.items():
+            axes.barh(place, parts.get(category, 0), left=left, height=0.62, color=colour, lw=0)
+            left += parts.get(category, 0)
+        axes.annotate(
+            total_words(left), (left, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
+        )
+    axes.set_yticks(range(len(rows)), [row for row, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, (max(sum(parts.values()) for _, parts in rows) or 1) * 1.18)
+    axes.grid(visible=False, axis="y")
+    used = [category for category in colours if any(parts.get(category) for _, parts in rows)]
+    entries = [((legend or {}).get(c, elide(c)), {"color": colours[c], "lw": 6}) for c in used[:9]]
+    add_legend(figure, entries, columns=3)
+    words = "; ".join(f"{row}: " + ", ".join(f"{c} {v:,.4g}" for c, v in parts.items()) for row, parts in rows)
+    return Chart(name, title, f"{title}, {label}: {words}", figure)
 
 
-def _seconds(run: RunFolder) -> tuple[list[int], dict[str, np.ndarray]]:
+def seconds_by_phase(run: RunFolder) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Steps, and for each of them the seconds by phase; no steps where nothing is logged."""
     lines = [
         line for line in run.metrics if number(line.get("step_s"), 0) > 0 and number(line.get("time_in_data")) >= 0
     ]
@@ -37,124 +65,45 @@ def _seconds(run: RunFolder) -> tuple[list[int], dict[str, np.ndarray]]:
 
 def where_time_went(runs: Sequence[RunFolder]) -> Chart | None:
     """Seconds of a step by phase: over the steps of one run, as means of several."""
-    from matplotlib.patches import Patch
-
-    colours = {**PHASES, "other": OTHER}
-    means = [(run, shares(run)) for run in runs]
-    means = [(run, found) for run, found in means if found]
-    if not means:
-        return None
-    steps, stacks = _seconds(means[0][0])
-    single = len(runs) == 1 and len(steps) > 1
-    figure, axes = new_figure(None if single else 1.5 + 0.42 * len(means))
-    if single:
-        parts = np.array_split(np.arange(len(steps)), min(len(steps), _STRETCHES))
-        x = [float(np.mean(np.asarray(steps)[part])) for part in parts]
-        axes.stackplot(
-            x, [[values[part].mean() for part in parts] for values in stacks.values()], lw=0,
-            colors=[colours[name] for name in stacks],
-        )  # fmt: skip
-        dress(axes, "s / step", "step")
-        axes.set_ylim(bottom=0)
-    else:
-        rows = [(elide(run.label) if len(runs) > 1 else "mean", found) for run, found in means]
-        _bars(axes, rows, colours, "s / step (mean)", lambda total: f"{total:.3g} s")
-    total = sum(means[0][1].values()) or 1
-    entries = [
-        (f"{name} {seconds / total:.0%}" if len(runs) == 1 else name, Patch(color=colours[name], lw=0))
-        for name, seconds in means[0][1].items()
-    ]
-    legend(figure, entries, columns=3)
-    alt = "; ".join(
-        prefix(run, runs) + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.items())
-        for run, found in means
-    )
-    return Chart("time", "Where the time went", f"Mean seconds of a step by phase: {alt}", figure)
-
-
-def memory(runs: Sequence[RunFolder]) -> Chart | None:
-    """Memory of one GPU, planned above measured, as stacked bars."""
-    from matplotlib.patches import Patch
-
+    title, colours = "Where the time went", {**PHASES, "other": OTHER}
+    logged = [(run, stacks) for run in runs for steps, stacks in [seconds_by_phase(run)] if steps]
     rows = [
-        (f"{elide(run.label, 16)} {kind}" if len(runs) > 1 else kind, {k: v / GIB for k, v in parts.items()})
-        for run in runs
-        for kind, parts in memory_parts(run).items()
+        (elide(run.label) if len(runs) > 1 else "mean", {name: float(values.mean()) for name, values in stacks.items()})
+        for run, stacks in logged
     ]
     if not rows:
         return None
-    figure, axes = new_figure(2.0 + 0.42 * len(rows))
-    _bars(axes, rows, MEMORY_COLOURS, "GiB on rank 0's GPU", lambda total: f"{total:.2f}")
-    used = [name for name in MEMORY_COLOURS if any(parts.get(name) for _, parts in rows)]
-    legend(figure, [(name, Patch(color=MEMORY_COLOURS[name], lw=0)) for name in used], columns=3)
-    alt = "; ".join(f"{kind} {sum(parts.values()):.2f} GiB" for kind, parts in rows)
-    return Chart("memory", "Memory, planned and measured", f"Memory of one GPU: {alt}", figure)
-
-
-REST, HELD = "allocated, other", "held by the allocator"
-MEMORY_COLOURS = {
-    "parameters": "#4c72b0", "optimizer": "#8172b3", "gradients": "#64b5cd", "buckets": "#937860",
-    "features": "#ccb974", "loss": "#c44e52", "activations": "#55a868", REST: "#7f9f7f", HELD: "#bdbdbd",
-}  # fmt: skip
-"""The categories of the planner that the allocator can see, what of the measurement has no category, and what it holds
-beyond its blocks (the planner's "fragmentation")."""
-
-
-def memory_parts(run: RunFolder) -> dict[str, dict[str, int]]:
-    """Bytes by category of "planned" and "measured"; empty where the run made no comparison."""
-    planned, counted = run.memory.get("planned"), run.memory.get("counted")
-    allocated, reserved = (int(number(run.memory.get(name), 0)) for name in ("allocated", "reserved"))
-    if not isinstance(planned, dict) or not isinstance(counted, dict) or not allocated:
-        return {}
-    plan = {name: int(number(planned.get(name), 0)) for name in MEMORY_COLOURS if name in planned}
-    found = {name: int(number(counted.get(name), 0)) for name in ("parameters", "optimizer")}
-    found[REST] = max(allocated - sum(found.values()), 0)
-    found[HELD] = max(reserved - allocated, 0)
-    return {"planned": {**plan, HELD: int(number(planned.get("fragmentation"), 0))}, "measured": found}
+    means = rows[0][1]
+    total = sum(means.values()) or 1
+    words = {name: f"{name} {seconds / total:.0%}" for name, seconds in means.items()} if len(runs) == 1 else {}
+    steps, stacks = seconds_by_phase(logged[0][0])
+    if len(runs) > 1 or len(steps) == 1:
+        return stacked_bars("time", title, rows, colours, "s / step (mean)", lambda total: f"{total:.3g} s", words)
+    figure, axes = new_figure()
+    label_axes(axes, "s / step", "step")
+    parts = np.array_split(np.arange(len(steps)), min(len(steps), _STRETCHES))
+    x = [float(np.mean(np.asarray(steps)[part])) for part in parts]
+    heights = [[values[part].mean() for part in parts] for values in stacks.values()]
+    axes.stackplot(x, heights, lw=0, colors=[colours[name] for name in stacks])
+    axes.set_ylim(bottom=0)
+    add_legend(figure, [(words[name], {"color": colours[name], "lw": 6}) for name in means], columns=3)
+    alt = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in means.items())
+    return Chart("time", title, f"Mean seconds of a step by phase: {alt}", figure)
 
 
 def faults(runs: Sequence[RunFolder]) -> Chart | None:
     """Samples dropped and shards broken, by source and reason."""
-    from matplotlib.patches import Patch
-
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, Counter[str]] = {}
     for run in runs:
         for name, count in run.faults().items():
             source, _, reason = name.rpartition("/")
-            row = rows.setdefault(prefix(run, runs, 16) + (source or "all data"), {})
-            row[reason] = row.get(reason, 0) + count
+            rows.setdefault(elide(prefix(run, runs, 16) + (source or "all data")), Counter())[reason] += count
     if not rows:
         return None
-    reasons = sorted(
-        {reason for row in rows.values() for reason in row}, key=lambda r: -sum(x.get(r, 0) for x in rows.values())
-    )
-    palette = dict(zip(reasons, [*RUN_COLOURS[: len(reasons)], *[OTHER] * len(reasons)], strict=False))
-    largest = sorted(rows.items(), key=lambda row: -sum(row[1].values()))[:12]
-    figure, axes = new_figure(1.6 + 0.42 * len(largest))
-    _bars(axes, [(elide(name), row) for name, row in largest], palette, "faults", lambda total: f"{total:,.0f}")
-    legend(figure, [(elide(reason), Patch(color=palette[reason], lw=0)) for reason in reasons[:8]])
-    alt = "; ".join(f"{name}: " + ", ".join(f"{r} {c:,.0f}" for r, c in row.items()) for name, row in largest)
-    return Chart("faults", "Data faults by source", f"Data faults: {alt}", figure)
-
-
-def _bars(
-    axes: Any, rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, str], label: str,
-    total_words: Callable[[float], str],
-) -> None:  # fmt: skip
-    """Horizontal bars, the first on top, each stacked by category, with its total behind it."""
-    for place, (_, parts) in enumerate(rows):
-        left = 0.0
-        for name, colour in colours.items():
-            if parts.get(name):
-                axes.barh(place, parts[name], left=left, height=0.62, color=colour, lw=0)
-                left += parts[name]
-        axes.annotate(
-            total_words(left), (left, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
-        )
-    dress(axes, "", label)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    longest = max(sum(parts.values()) for _, parts in rows) or 1
-    axes.set_xlim(0, longest * 1.18)
-    axes.grid(visible=False, axis="y")
-    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    totals: Counter[str] = Counter()
+    for row in rows.values():
+        totals.update(row)
+    palette = itertools.chain(RUN_COLOURS, itertools.repeat(OTHER))
+    colours = dict(zip([reason for reason, _ in totals.most_common()], palette, strict=False))
+    largest = sorted(rows.items(), key=lambda row: -row[1].total())[:_MOST_BARS]
+    return stacked_bars("faults", "Data faults by source", largest, colours, "faults", lambda total: f"{total:,.0f}")

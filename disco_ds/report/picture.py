@@ -1,154 +1,167 @@
-"""report.png and report.html in a run's folder: how training went, and what the model says about held-out images."""
+"""The page as pictures: its charts and held-out images in one PNG, or each in a PNG of its own."""
 
 from __future__ import annotations
 
-import os
+import base64
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from PIL import Image, ImageDraw, ImageFont
 
-from disco_ds.evaluation.result import EvalResult, RankedImage
-from disco_ds.report.curves import FAINT, INK, draw_loss, draw_retrieval, draw_schedule, draw_zero_shot
-from disco_ds.report.grid import Grid
-from disco_ds.report.words import fit, installed_families, measurer, printable
-from disco_ds.run_layout import EVALS, METRICS
-from disco_ds.telemetry.jsonlines import read_lines
+from disco_ds.files import replacing
+from disco_ds.report.head import head
+from disco_ds.report.run_folder import RunFolder
+from disco_ds.report.sections import Section
+from disco_ds.report.style import FAINT, INK, WIDTH, Chart, chart_settings
+from disco_ds.report.text import fit, font_file, printable
 
-REPORT_FILE = "report.png"
-PAGE_FILE = "report.html"
+GREEN, ORANGE = "#1a7f37", "#8a4b00"
+COLUMNS, GAP, MARGIN = 3, 25, 40  # pixels, as all below
+_DPI = 100
+_COLUMN = round(WIDTH * _DPI)
+_WHOLE = COLUMNS * _COLUMN + (COLUMNS - 1) * GAP
+_IMAGE, _SIMILARITY = 130, 40
+_TALLEST = 4000  # a canvas to draw on before its height is known
 
-_WIDTH, _DPI = 16.0, 100  # 1,600 pixels: readable at full size
-_MARGIN = 0.55  # inches, left and right
-_HEAD, _CURVES, _LEGENDS, _GRID_HEAD, _FOOT = 1.25, 2.7, 1.35, 0.4, 0.1
 
+def save(path: Path, runs: Sequence[RunFolder], parts: Sequence[Section]) -> None:
+    """Write all charts and held-out images of a report as one PNG.
 
-def write_report(run_dir: Path | str, eval_result: EvalResult | None = None) -> Path | None:
-    """Draw ``report.png`` from the run's metrics.jsonl and eval.jsonl and from the newest evaluation's samples.
-
-    Args:
-        run_dir: the run's folder; a file in it that is missing leaves its part of the picture empty.
-        eval_result: the evaluation whose held-out images are shown; None shows none.
-
-    Returns:
-        the picture's path; None without matplotlib, after a line that says which extra to install.
+    Raises:
+        OSError: it cannot be written.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("no report.png: matplotlib is not installed (pip install 'disco-ds[demo]')", flush=True)
-        return None
-    run_dir = Path(run_dir)
-    path = run_dir / REPORT_FILE
-    fresh = path.with_name(f".{REPORT_FILE}.new")
-    # matplotlib's own settings only: a user's matplotlibrc is made for other pictures
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update({"font.family": list(installed_families()), "axes.edgecolor": FAINT})
-        draw_report(run_dir, [] if eval_result is None else eval_result.samples).savefig(fresh, format="png")
-    os.replace(fresh, path)
-    return path
+    charts = [_chart(chart, _DPI) for part in parts for chart in part.charts]
+    blocks = [_header(runs, parts), _grid(charts)]
+    for label, heldout in (each for part in parts for each in part.heldout):
+        name = f"{label}: held-out" if len(runs) > 1 else "Held-out"
+        words = f"{name} images at step {heldout['step']} and the captions most similar to them, the right one green"
+        blocks += [_heading(words), _grid([_heldout(image) for image in heldout["images"]])]
+    _save(path, _padded(_stacked(blocks)))
 
 
-def write_page(run_dir: Path | str) -> Path | None:
-    """Write ``report.html``, as ``disco-report RUN`` does, at the end of a run.
+def save_each(folder: Path, runs: Sequence[RunFolder], parts: Sequence[Section]) -> int:
+    """Write each chart, and the held-out images of each run, as a PNG in a folder; returns how many.
 
-    Returns:
-        the page's path; None, after a line that says why, where it cannot be made: the run it tells of is finished and
-        stands, whatever becomes of its report.
+    Raises:
+        OSError: one cannot be written.
     """
-    path = Path(run_dir) / PAGE_FILE
-    fresh = path.with_name(f".{PAGE_FILE}.new")
+    pictures = {chart.name: _chart(chart, 160) for part in parts for chart in part.charts}
+    for label, heldout in (each for part in parts for each in part.heldout):
+        name = "heldout" if len(runs) == 1 else "heldout-" + re.sub(r"[^\w.-]+", "-", label)
+        pictures[name] = _padded(_grid([_heldout(image) for image in heldout["images"]]))
+    for name, picture in pictures.items():
+        _save(folder / f"{name}.png", picture)
+    return len(pictures)
+
+
+def _save(path: Path, picture: Image.Image) -> None:
+    with replacing(path) as unfinished:
+        picture.save(unfinished, "PNG")
+
+
+def _chart(chart: Chart, dpi: int) -> Image.Image:
+    buffer = io.BytesIO()
+    with chart_settings():
+        chart.figure.suptitle(chart.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        chart.figure.savefig(buffer, format="png", facecolor="white", dpi=dpi)
+    return Image.open(buffer).convert("RGB")
+
+
+def _header(runs: Sequence[RunFolder], parts: Sequence[Section]) -> Image.Image:
+    """Names, how each run stands with its facts and warnings, and what there is no chart of."""
+    canvas, draw = _canvas(_WHOLE)
+    y = _write(draw, 0, 0, " / ".join(run.label for run in runs), width=_WHOLE, size=24, bold=True)
+    for run in runs:
+        of_run = head(run)
+        facts = [of_run["state"], *(f"{name} {value}" for name, value in of_run["facts"].items())]
+        name = f"{run.label}: " if len(runs) > 1 else ""
+        y = _write(draw, 0, y, name + "  ·  ".join(facts), width=_WHOLE, size=15, lines=3)
+        for warning in of_run["warnings"]:
+            y = _write(draw, 0, y, warning, width=_WHOLE, size=15, colour=ORANGE)
+    for part in parts:
+        if part.notes and not (part.charts or part.tables or part.texts):
+            y = _write(draw, 0, y, f"{part.title}: {part.notes[0]}", width=_WHOLE, size=15, colour=FAINT)
+    return canvas.crop((0, 0, _WHOLE, y))
+
+
+def _heading(words: str) -> Image.Image:
+    canvas, draw = _canvas(_WHOLE)
+    return canvas.crop((0, 0, _WHOLE, _write(draw, 0, 0, words, width=_WHOLE, size=15, bold=True)))
+
+
+def _heldout(shown: dict[str, Any]) -> Image.Image:
+    """An image beside the captions ranked first; where no right one is among them, a right one follows."""
+    canvas, draw = _canvas(_COLUMN)
     try:
-        from disco_ds.report.page import render
-        from disco_ds.report.run_folder import read_runs
-
-        fresh.write_text(render(read_runs([path.parent]))[0], encoding="utf-8")
-        os.replace(fresh, path)
-    except ImportError:
-        return None  # write_report has said which extra to install
-    except Exception as error:
-        print(f"no {PAGE_FILE}: {type(error).__name__}: {error}", flush=True)
-        return None
-    return path
-
-
-def draw_report(run_dir: Path, samples: list[RankedImage]) -> Any:
-    """The picture of :func:`write_report` as a matplotlib Figure of the size that its content needs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    metrics, evals = read_lines(run_dir / METRICS), read_lines(run_dir / EVALS)
-    config = _config(run_dir)
-    figure = Figure(figsize=(_WIDTH, 1), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    grid = Grid(figure, samples, left=_MARGIN, right=_MARGIN)
-    curves_end = _HEAD + _CURVES + _LEGENDS
-    figure.set_figheight(curves_end + (_GRID_HEAD + grid.height if samples else 0) + _FOOT)
-    _draw_head(figure, run_dir, config, metrics, evals)
-    _draw_curves(figure, config, metrics, evals)
-    if samples:
-        _title(
-            figure, curves_end + 0.12, "Held-out images and the captions most similar to them, the right one green", 11
-        )
-        grid.draw(figure, curves_end + _GRID_HEAD)
-    return figure
+        image = Image.open(io.BytesIO(base64.b64decode(shown["src"].partition(",")[2]))).convert("RGB")
+    except (OSError, ValueError):  # it is none
+        image = Image.new("RGB", (1, 1), FAINT)
+    scale = _IMAGE / max(image.size)
+    # a small drawing stays as sharp as it is
+    how = Image.Resampling.NEAREST if max(image.size) <= 64 else Image.Resampling.LANCZOS
+    canvas.paste(image.resize([max(1, round(side * scale)) for side in image.size], how), (0, 0))
+    captions = [(f"{c['similarity']:.2f}", str(c["text"]), bool(c["right"])) for c in shown["top"][:10]]
+    if not any(right for *_, right in captions):
+        captions += [("…", str(text), True) for text in shown["captions"][:1]]
+    left, y = _IMAGE + 12, 0
+    for similarity, text, right in captions:
+        _write(draw, left, y, similarity, width=_SIMILARITY, colour=GREEN if right else FAINT)
+        at = left + _SIMILARITY
+        colour = GREEN if right else INK
+        y = _write(draw, at, y, text, width=_COLUMN - at, lines=2, bold=right, colour=colour)
+    y = _write(draw, left, y, f"right one: rank {shown['rank']:,}", width=_COLUMN - left, colour=FAINT)
+    return canvas.crop((0, 0, _COLUMN, max(y, _IMAGE)))
 
 
-def _config(run_dir: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _write(
+    draw: ImageDraw.ImageDraw, x: float, y: int, text: str,
+    *, width: float, lines: int = 1, size: int = 13, bold: bool = False, colour: str = INK,
+) -> int:  # fmt: skip
+    """Draw a text on at most ``lines`` lines of ``width``; returns where the next line begins."""
+    font = _font(size, bold)
+    for line in fit(printable(text), width, lines, font.getlength):
+        draw.text((x, y), line, fill=colour, font=font)
+        y += round(1.35 * size)
+    return y
 
 
-def _draw_head(figure: Any, run_dir: Path, config: dict[str, Any], metrics: list[Any], evals: list[Any]) -> None:
-    """The run's name and, below it, how long it was and what it reached, next to chance."""
-    name = printable(str(config.get("name", run_dir.resolve().name)))
-    room = _WIDTH - 2 * _MARGIN
-    _title(figure, 0.42, fit(name, room, 1, measurer(figure, 17, "bold"))[0], 17)
-    facts = []
-    model = config.get("model", {}).get("name") if isinstance(config.get("model"), dict) else None
-    if model:
-        facts.append(str(model))
-    if metrics:
-        facts.append(f"{metrics[-1]['step']:,} steps")
-        if metrics[-1].get("samples_seen"):
-            facts.append(f"{metrics[-1]['samples_seen']:,} pairs seen")
-    if evals:
-        last = evals[-1]
-        for key, words in (
-            ("val/image_to_text_R@10", "image → text R@10"),
-            ("val/text_to_image_R@10", "text → image R@10"),
-            ("val/zero_shot_top1", "zero-shot top-1"),
-        ):
-            if last.get(key) is not None:
-                facts.append(f"{words} {last[key]:.3f} (chance {last[f'{key}_chance']:.3f})")
-    text = fit(printable("  ·  ".join(facts)), room, 1, measurer(figure, 11))
-    across, down = figure.get_size_inches()
-    figure.text(_MARGIN / across, 1 - 0.72 / down, text[0] if text else "", fontsize=11, color=INK, parse_math=False)
+@lru_cache
+def _font(size: int, bold: bool) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(font_file(bold=bold), size)
 
 
-def _title(figure: Any, y: float, text: str, size: float) -> None:
-    across, down = figure.get_size_inches()
-    figure.text(_MARGIN / across, 1 - y / down, text, fontsize=size, fontweight="bold", color=INK, parse_math=False)
+def _canvas(width: int, height: int = _TALLEST) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    canvas = Image.new("RGB", (width, height), "white")
+    return canvas, ImageDraw.Draw(canvas)
 
 
-def _draw_curves(figure: Any, config: dict[str, Any], metrics: list[Any], evals: list[Any]) -> None:
-    """Four panels in a row; the second is two, one above the other."""
-    across, down = figure.get_size_inches()
-    gap, panels = 0.62, 4
-    width = (across - 2 * _MARGIN - (panels - 1) * gap) / panels
+def _grid(tiles: Sequence[Image.Image]) -> Image.Image:
+    """Tiles of one column's width in rows, each row as high as its highest."""
+    rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
+    pictures = []
+    for row in rows:
+        canvas, _ = _canvas(_WHOLE, max(tile.height for tile in row))
+        for place, tile in enumerate(row):
+            canvas.paste(tile, (place * (_COLUMN + GAP), 0))
+        pictures.append(canvas)
+    return _stacked(pictures)
 
-    def panel(number: int, top: float, height: float) -> Any:
-        left = _MARGIN + 0.1 + number * (width + gap)
-        return figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
 
-    loss = config.get("loss")
-    sigmoid = isinstance(loss, dict) and loss.get("kind") == "sigmoid"
-    draw_loss(panel(0, _HEAD, _CURVES), metrics, chance=not sigmoid)
-    half = (_CURVES - 0.5) / 2
-    draw_schedule(panel(1, _HEAD, half), panel(1, _HEAD + half + 0.5, half), metrics)
-    draw_retrieval(panel(2, _HEAD, _CURVES), evals)
-    draw_zero_shot(panel(3, _HEAD, _CURVES), evals)
+def _stacked(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Pictures below each other."""
+    tops = list(itertools.accumulate((picture.height + GAP for picture in pictures), initial=0))
+    canvas, _ = _canvas(_WHOLE, max(tops[-1] - GAP, 1))
+    for picture, top in zip(pictures, tops, strict=False):
+        canvas.paste(picture, (0, top))
+    return canvas
+
+
+def _padded(picture: Image.Image) -> Image.Image:
+    canvas, _ = _canvas(picture.width + 2 * MARGIN, picture.height + 2 * MARGIN)
+    canvas.paste(picture, (MARGIN, MARGIN))
+    return canvas

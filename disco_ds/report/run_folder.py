@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from disco_ds.errors import ConfigError
-from disco_ds.run_layout import CONFIG, EVALS, HELDOUT, MEMORY, METRICS, RESULT, STARTS
+from disco_ds.run_layout import CONFIG, EVALS, HELDOUT, MEMORY, METRICS, RESULT, SKIPPED, STARTS
 from disco_ds.telemetry.jsonlines import read_lines
 
 Lines = list[dict[str, Any]]
@@ -33,32 +34,35 @@ class RunFolder:
     metrics: Lines = field(default_factory=list)
     evals: Lines = field(default_factory=list)
     starts: Lines = field(default_factory=list)
-    """Every start of the run, oldest first: :func:`disco_ds.run.recorder.record_start`."""
+    """Every start of the run, oldest first."""
     memory: dict[str, Any] = field(default_factory=dict)
-    shown: dict[str, Any] = field(default_factory=dict)
+    heldout: dict[str, Any] = field(default_factory=dict)
+    """``step`` of an evaluation and ``images``, those in it that are well formed; {} without any."""
     skipped: Lines = field(default_factory=list)
     result: dict[str, Any] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
     """Names of files that are there and could not be read."""
-    _series: dict[tuple[str, bool], tuple[list[int], list[float]]] = field(default_factory=dict, repr=False)
+    _series: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
-    def series(self, name: str, *, of_evals: bool = False) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric; what is no finite number is NaN, which leaves a gap in a curve."""
-        if (name, of_evals) not in self._series:  # a long run has hundreds of thousands of lines
-            lines = [line for line in (self.evals if of_evals else self.metrics) if name in line]
-            self._series[name, of_evals] = [line["step"] for line in lines], [number(line[name]) for line in lines]
-        return self._series[name, of_evals]
+    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of a metric, of evaluations if it is ``val/…``; what is no finite number is NaN."""
+        if name not in self._series:  # a long run has hundreds of thousands of lines
+            lines = [line for line in (self.evals if name.startswith("val/") else self.metrics) if name in line]
+            values = np.array([number(line[name]) for line in lines], dtype=float)
+            self._series[name] = np.array([line["step"] for line in lines], dtype=float), values
+        return self._series[name]
 
-    def last(self, name: str, *, of_evals: bool = False) -> float | None:
+    def last(self, name: str) -> float | None:
         """The newest finite value of a metric."""
-        finite = [value for value in self.series(name, of_evals=of_evals)[1] if math.isfinite(value)]
-        return finite[-1] if finite else None
+        values = self.series(name)[1]
+        finite = values[np.isfinite(values)]
+        return float(finite[-1]) if len(finite) else None
 
     @property
     def step(self) -> int:
         """The last step that anything is known of."""
         steps = [lines[-1]["step"] for lines in (self.metrics, self.evals) if lines]
-        return max([*steps, *(int(number(part.get("steps"), 0)) for part in (self.result,))], default=0)
+        return max([*steps, int(number(self.result.get("steps"), 0))])
 
     @property
     def global_batch(self) -> int | None:
@@ -158,14 +162,16 @@ def _labels(paths: list[Path]) -> list[str]:
 
 def _read(path: Path, label: str) -> RunFolder:
     run = RunFolder(path, label)
-    run.config = _mapping(run, "config.yaml")
-    run.metrics, run.evals = _lines(run, "metrics.jsonl"), _lines(run, "eval.jsonl")
-    run.starts = _lines(run, STARTS)
+    run.config = _mapping(run, CONFIG)
+    run.metrics, run.evals, run.starts = (_lines(run, name) for name in (METRICS, EVALS, STARTS))
     if not run.config and run.starts and isinstance(run.starts[-1].get("config"), dict):
         run.config = run.starts[-1]["config"]
     # steps that a resumed run has made again are in the file twice
-    run.skipped = list({line["step"]: line for line in _lines(run, "skipped.jsonl")}.values())
-    run.memory, run.shown, run.result = (_mapping(run, name) for name in (MEMORY, HELDOUT, RESULT))
+    run.skipped = list({line["step"]: line for line in _lines(run, SKIPPED)}.values())
+    run.memory, run.result, heldout = (_mapping(run, name) for name in (MEMORY, RESULT, HELDOUT))
+    images = heldout.get("images")
+    whole = [image for image in images if _well_formed(image)] if isinstance(images, list) else []
+    run.heldout = {"step": heldout.get("step"), "images": whole} if whole else {}
     return run
 
 
@@ -189,3 +195,16 @@ def _lines(run: RunFolder, name: str) -> Lines:
     except OSError:
         run.unreadable.append(name)
         return []
+
+
+def _well_formed(image: Any) -> bool:
+    if not isinstance(image, dict) or not str(image.get("src", "")).startswith("data:image/"):
+        return False
+    top, captions = image.get("top"), image.get("captions")
+    return (
+        all(isinstance(image.get(name), int) for name in ("rank", "width", "height"))
+        and isinstance(captions, list)
+        and isinstance(top, list)
+        and all(isinstance(c, dict) and {"text", "similarity", "right"} <= c.keys() for c in top)
+        and all(isinstance(c["similarity"], (int, float)) for c in top)
+    )

@@ -1,4 +1,4 @@
-"""The tables and words of disco-report."""
+"""The tables of the page."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import yaml
 
-from disco_ds.report.bars import HELD, memory_parts
-from disco_ds.report.charts import SMOOTH_FROM
-from disco_ds.report.curves import smoothed
 from disco_ds.report.differences import ABSENT, differences, flat, settings, settings_of_start
+from disco_ds.report.memory import GIB
 from disco_ds.report.run_folder import RunFolder, number
-from disco_ds.report.style import GIB
-from disco_ds.telemetry.console import duration
+from disco_ds.report.series import SMOOTH_FROM, smoothed
+from disco_ds.run_layout import SKIPPED
 
+DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
 _ROWS = 50  # of skipped steps; more are counted
-_DIRECTIONS = (("image_to_text", "image → text"), ("text_to_image", "text → image"))
 
 
 @dataclass
@@ -36,85 +33,16 @@ class Table:
     """Folded away behind its title."""
 
 
-def head(run: RunFolder) -> dict[str, Any]:
-    """What stands on top of the page for a run: name, how it stands, facts, and what a reader should know of."""
-    name = str(run.config.get("name") or run.label)
-    return {"name": name, "label": run.label, "state": state(run), "facts": _facts(run), "warnings": warnings(run)}
-
-
-def state(run: RunFolder) -> str:
-    """Finished, or how far it has come."""
-    if run.finished:
-        return f"finished after {run.step:,} steps"
-    if not run.metrics and not run.evals:
-        return "no step logged"
-    of = f" of {run.total_steps:,}" if run.total_steps else ""
-    return f"not finished: last logged step {run.step:,}{of}"
-
-
-def _facts(run: RunFolder) -> list[tuple[str, str]]:
-    start = run.starts[-1] if run.starts else {}
-    facts = [("model", str(run.option("model.name") or "")), ("loss", str(run.option("loss.kind") or ""))]
-    if run.global_batch:
-        facts.append(("global batch", f"{run.global_batch:,} pairs"))
-    if start:
-        ranks = start.get("ranks")
-        facts.append(
-            ("ranks", f"{ranks} × {start.get('device')}, ZeRO {start.get('zero_stage')}, {start.get('precision')}")
-        )
-    seen = run.last("samples_seen")
-    if seen:
-        facts.append(("pairs seen", f"{seen:,.0f}"))
-    if seconds_of_steps(run):
-        facts.append(("time in steps", duration(seconds_of_steps(run))))
-    for key, words in _DIRECTIONS:
-        value, chance = (run.last(f"val/{key}_R@1{tail}", of_evals=True) for tail in ("", "_chance"))
-        if value is not None:
-            facts.append((f"{words} R@1", f"{value:.3f}" + (f" (chance {chance:.3f})" if chance is not None else "")))
-    return [(name, value) for name, value in facts if value]
-
-
-def warnings(run: RunFolder) -> list[str]:
-    """What a reader should not miss."""
-    found = []
-    skipped, failed = int(run.last("skipped_steps") or 0), int(run.last("failed_saves") or 0)
-    if skipped:
-        found.append(f"{_count(skipped, 'step')} skipped for a loss or gradient that was not finite")
-    if failed:
-        found.append(f"{_count(failed, 'checkpoint')} could not be written")
-    if run.metrics and not math.isfinite(number(run.metrics[-1].get("loss"))):
-        found.append(f"the last logged loss (step {run.metrics[-1]['step']:,}) is not finite")
-    error = memory_error(run)
-    if error is not None and abs(error) > 0.05:
-        found.append(f"memory: {abs(error):.1%} {'more' if error > 0 else 'less'} allocated than planned")
-    seen, faulty = run.last("samples_seen") or 0, run.faults().total()
-    if faulty > 0.01 * seen:
-        found.append(f"{_count(faulty, 'data fault')} for {seen:,.0f} pairs seen")
-    return found
-
-
-def _count(number_of: int, what: str) -> str:
-    return f"{number_of:,} {what}{'' if number_of == 1 else 's'}"
-
-
-def seconds_of_steps(run: RunFolder) -> float:
-    """Time in training steps, from the mean step of each logged window."""
-    steps, seconds = run.series("step_s")
-    before = [0, *steps[:-1]]
-    each = [(step - last) * time_s for step, last, time_s in zip(steps, before, seconds, strict=False)]
-    return sum(value for value in each if math.isfinite(value))
-
-
-def final_loss(run: RunFolder) -> float | None:
-    """The loss at the end, smoothed as in its chart."""
+def _final_loss(run: RunFolder) -> float | None:
     values = run.series("loss")[1]
-    finite = [value for value in (smoothed(values) if len(values) >= SMOOTH_FROM else values) if math.isfinite(value)]
-    return finite[-1] if finite else None
+    values = smoothed(values) if len(values) >= SMOOTH_FROM else values  # as in its chart
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else None
 
 
 def _median(run: RunFolder, name: str) -> float | None:
-    values = [value for value in run.series(name)[1] if math.isfinite(value)]
-    return float(np.median(values)) if values else None
+    values = run.series(name)[1]
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else None
 
 
 _LOSS = "loss at the end"
@@ -122,13 +50,13 @@ _Row = tuple[str, Callable[[RunFolder], float | None], str, int]
 _RESULTS: list[_Row] = [
     ("steps", lambda run: run.step, ",.0f", 0),
     ("pairs seen", lambda run: run.last("samples_seen"), ",.0f", 0),
-    (_LOSS, final_loss, ".4f", -1),
+    (_LOSS, _final_loss, ".4f", -1),
     *(
-        (f"{words} R@{k}", lambda run, key=key, k=k: run.last(f"val/{key}_R@{k}", of_evals=True), ".3f", 1)  # type: ignore[misc]
-        for key, words in _DIRECTIONS
+        (f"{words} R@{k}", lambda run, key=key, k=k: run.last(f"val/{key}_R@{k}"), ".3f", 1)  # type: ignore[misc]
+        for key, words in DIRECTIONS.items()
         for k in (1, 5, 10)
     ),
-    ("zero-shot top-1", lambda run: run.last("val/zero_shot_top1", of_evals=True), ".3f", 1),
+    ("zero-shot top-1", lambda run: run.last("val/zero_shot_top1"), ".3f", 1),
     ("logit_scale", lambda run: run.last("logit_scale"), ".2f", 0),
     ("pairs / s (median)", lambda run: _median(run, "samples_per_s"), ",.0f", 1),
     ("s / step (median)", lambda run: _median(run, "step_s"), ".3g", 0),
@@ -210,7 +138,7 @@ def skipped_steps(run: RunFolder) -> Table | None:
         words = ", ".join(found[:6]) + (f" and {len(found) - 6:,} more" if len(found) > 6 else "")
         rows.append([f"{line['step']:,}", words or "all features finite, the gradient not"])
     earlier = len(run.skipped) - len(rows)
-    note = f"The last {len(rows)}; {earlier:,} earlier ones are in skipped.jsonl." if earlier else ""
+    note = f"The last {len(rows)}; {earlier:,} earlier ones are in {SKIPPED}." if earlier else ""
     return Table(["step", "samples with features that are not finite"], rows, title=run.label, note=note)
 
 
@@ -241,63 +169,3 @@ def different_settings(runs: Sequence[RunFolder]) -> Table | None:
         )
     table = [[name, *values] for name, values in rows]
     return Table(["setting", *(run.label for run in runs)], table) if table else None
-
-
-def setting_texts(run: RunFolder) -> list[tuple[str, str]]:
-    """config.yaml and the resolved ds_config, as text."""
-    found = []
-    if run.config:
-        text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
-        found.append((f"{run.label}: config.yaml", text))
-    ds_config = run.starts[-1].get("ds_config") if run.starts else None
-    if ds_config:
-        found.append((f"{run.label}: ds_config, as resolved", json.dumps(ds_config, indent=2)))
-    return found
-
-
-def memory_error(run: RunFolder) -> float | None:
-    """How far what was allocated is from the plan, as a share of the plan."""
-    parts = memory_parts(run)
-    if not parts:
-        return None
-    planned, measured = (sum(v for k, v in parts[kind].items() if k != HELD) for kind in ("planned", "measured"))
-    return measured / planned - 1 if planned else None
-
-
-def memory_words(run: RunFolder) -> str:
-    """What the comparison of planned and measured memory says, or why there is none."""
-    error, start = memory_error(run), run.starts[-1] if run.starts else {}
-    if error is not None:
-        runtime = number((run.memory.get("planned") or {}).get("runtime"), 0) / GIB
-        return (
-            f"Measured after step {run.memory.get('step')}: allocated memory is {error:+.1%} from the plan at its "
-            f"highest moment, “{run.memory.get('moment')}”. The CUDA context and NCCL, planned at {runtime:.2f} GiB, "
-            f"are in neither bar."
-        )
-    if start.get("device") == "cpu":
-        return (
-            "Plan and measurement are not compared on a CPU: what is logged there is the highest resident memory of "
-            "rank 0's process, with Python and all libraries in it. disco-plan says what a GPU would take."
-        )
-    return "No comparison of plan and measurement: the run makes it on GPUs, after its third step."
-
-
-def shown_images(run: RunFolder) -> dict[str, Any]:
-    """The run's held-out images with their captions, those that are well formed; {} without any."""
-    images = run.shown.get("images")
-    whole = [image for image in images if _well_formed(image)] if isinstance(images, list) else []
-    return {"step": run.shown.get("step"), "images": whole} if whole else {}
-
-
-def _well_formed(image: Any) -> bool:
-    if not isinstance(image, dict) or not str(image.get("src", "")).startswith("data:image/"):
-        return False
-    top, captions = image.get("top"), image.get("captions")
-    return (
-        isinstance(image.get("rank"), int)
-        and all(isinstance(image.get(side), int) for side in ("width", "height"))
-        and isinstance(captions, list)
-        and isinstance(top, list)
-        and all(isinstance(c, dict) and {"text", "similarity", "right"} <= c.keys() for c in top)
-        and all(isinstance(c["similarity"], (int, float)) for c in top)
-    )

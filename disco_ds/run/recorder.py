@@ -23,7 +23,7 @@ from disco_ds.evaluation.result import EvalResult, RankedImage, format_result
 from disco_ds.files import append_line, replace_text
 from disco_ds.planner import compare
 from disco_ds.planner.memory import Prediction
-from disco_ds.report.picture import write_page, write_report
+from disco_ds.report.page import write_report
 from disco_ds.run.header import header
 from disco_ds.run.run import Run
 
@@ -118,11 +118,7 @@ def record_end(run: Run, result: EvalResult | None) -> None:
     outcome = {"steps": run.state.step, "samples_seen": run.state.samples_seen, **metrics}
     with run.telemetry.log_and_continue(run_layout.RESULT):
         replace_text(run.folder / run_layout.RESULT, json.dumps(outcome, indent=1) + "\n")
-    picture = None
-    with run.telemetry.log_and_continue(run_layout.PICTURE):
-        picture = write_report(run.folder, result)
-    page = write_page(run.folder)
-    made = [f"picture: {picture}"] * bool(picture) + [f"report: {page}"] * bool(page)
+    made = [f"{what}: {path}" for what, path in write_report(run.folder).items()]
     run.telemetry.message("; ".join([f"finished {run.folder}", *made]))
 
 

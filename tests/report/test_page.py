@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -12,15 +13,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.helpers.report_runs import make_run, shown, start
+from tests.helpers.report_runs import heldout, make_run, start
 
 pytest.importorskip("matplotlib")
 
 from disco_ds.cli.report import main
-from disco_ds.report.charts import thinned
 from disco_ds.report.differences import differences, flat
+from disco_ds.report.page import write_report
 from disco_ds.report.run_folder import number, read_runs
-from disco_ds.report.style import chart_settings, short
+from disco_ds.report.series import thinned
+from disco_ds.report.style import chart_settings
+from disco_ds.report.text import short
 from disco_ds.telemetry.jsonlines import read_lines
 
 
@@ -84,14 +87,16 @@ def test_everything_that_a_run_leaves_is_on_the_page(tmp_path, capsys):
         "finished after 300 steps", "ViT-B-32", "4 × H100, ZeRO 2, bf16", "76,800", "1 step skipped",
         "chance ln(256) = 5.545", "learning rate", "logit_scale (1 / temperature)", "clipped above", "pairs / s",
         "backward 40%", "allocated memory is +3.3% from the plan", "planned", "measured", "activations",
-        "cc12m", "broken_image", "R@10 0.500 / 0.500", "R@10 by chance 0.053", "top-1 0.300", "a red heart", "<b>&",
+        "cc12m", "broken_image", "R@10 0.500 / 0.500", "R@10 by chance 0.053", "top-1 0.300", "top-1 by chance 0.100",
+        "a red heart", "<b>&",
         "right one: rank 2", "all features finite", "ranks: 8 → 4; micro_batch: 32 → 64",
         "optimizer.lr: 0.001 → 0.0005", "clip_norm: 1.0", '"stage": 2', "the run was resumed there",
     ):  # fmt: skip
         assert words in page.text, words
     assert page.tags.count("svg") + 1 == len(list((tmp_path / "png").iterdir())) == 12
     assert page.tags.count("img") == 3
-    for picture in (tmp_path / "png").iterdir():
+    report(capsys, run, "--png", tmp_path / "one.png")
+    for picture in [*(tmp_path / "png").iterdir(), tmp_path / "one.png"]:
         with Image.open(picture) as image:
             image.load()
             assert image.width >= 700
@@ -122,6 +127,12 @@ def test_runs_are_compared(tmp_path, capsys, monkeypatch):
     assert "b/clip: R@1 0.050 / 0.050" in text
     assert "image → text R@5 0.250 0.250" in text
     assert "data faults 45 0" in text
+
+
+def test_the_sigmoid_loss_has_another_level_of_chance(tmp_path, capsys):
+    run = make_run(tmp_path / "run", loss={"kind": "sigmoid"})
+    report(capsys, run)
+    assert "ln(" not in page_of(run / "report.html").text
 
 
 def test_other_batches_are_compared_by_pairs_seen(tmp_path, capsys):
@@ -235,28 +246,40 @@ def test_help_fits_a_screen(capsys):
 
 
 def test_without_matplotlib_it_says_which_extra(tmp_path, capsys, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'disco-ds[demo]'" in report(capsys, make_run(tmp_path / "run"), code=2)
-    assert not (tmp_path / "run" / "report.html").exists()
-
-
-def test_a_run_writes_its_own_page_and_outlives_it(tmp_path, capsys, monkeypatch):
-    from disco_ds.report import page
-    from disco_ds.report import picture as at_the_end
-
     run = make_run(tmp_path / "run")
-    assert at_the_end.write_page(run) == run / "report.html"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'disco-ds[demo]'" in report(capsys, run, code=2)
+    assert write_report(run) == {}  # and the run that asks goes on
+    assert "pip install 'disco-ds[demo]'" in capsys.readouterr().out
+    assert not list(run.glob("report.*"))
+
+
+def test_a_run_writes_its_own_report_and_outlives_it(tmp_path, capsys, monkeypatch):
+    run = make_run(tmp_path / "run")
+    files = {path.name for path in run.iterdir()}
+    (run / "report.png").write_bytes(b"old")
+    assert write_report(run) == {"picture": run / "report.png", "report": run / "report.html"}
+    assert {path.name for path in run.iterdir()} == files | {"report.png", "report.html"}
+    with Image.open(run / "report.png") as picture:
+        picture.load()
+        assert picture.width == 1600
+        assert picture.height > 900
+    (run / "heldout.json").unlink()
+    write_report(run)  # without images, and over the one just made
+    with Image.open(run / "report.png") as smaller:
+        assert smaller.height < picture.height - 100
     (run / "report.html").unlink()
-    monkeypatch.setattr(page, "sections", lambda runs: 1 / 0)
-    assert at_the_end.write_page(run) is None
+    monkeypatch.setattr("disco_ds.report.picture.save", lambda *_: 1 / 0)
+    assert write_report(run) == {"report": run / "report.html"}
+    assert "no report.png: ZeroDivisionError" in capsys.readouterr().out
+    monkeypatch.setattr("disco_ds.report.page.sections", lambda runs: 1 / 0)
+    assert write_report(run) == {}
     assert "no report.html: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_captions_that_no_file_can_hold(tmp_path, capsys):
     run = make_run(tmp_path / "run")
-    (run / "heldout.json").write_text(json.dumps(shown("half \ud800 and <script>alert(1)</script> 日本")))
+    (run / "heldout.json").write_text(json.dumps(heldout("half \ud800 and <script>alert(1)</script> 日本")))
     report(capsys, run)
     page = page_of(run / "report.html")
     assert "half ? and <script>alert(1)</script> 日本" in page.text
@@ -298,15 +321,21 @@ class TestParts:
             file.write(json.dumps({**start(300), "total_steps": 600}) + "\n")
         assert not read_runs([run])[0].finished
 
-    def test_a_users_matplotlibrc_does_not_reach_it(self, tmp_path, capsys):
+    def test_a_users_matplotlibrc_does_not_reach_it(self, tmp_path):
         import matplotlib as mpl
 
         run = make_run(tmp_path / "run")
-        report(capsys, run)
-        before = (run / "report.html").read_text().partition("<footer>")[0]
-        with mpl.rc_context({"font.size": 30, "axes.facecolor": "black", "savefig.dpi": 20}):
-            report(capsys, run)
-        assert (run / "report.html").read_text().partition("<footer>")[0] == before
+
+        def made():
+            write_report(run)
+            return (run / "report.html").read_text().partition("<footer>")[0], (run / "report.png").read_bytes()
+
+        before = made()
+        with mpl.rc_context({
+            "font.size": 30, "text.usetex": True, "axes.facecolor": "black", "savefig.dpi": 20,
+        }):  # fmt: skip
+            assert made() == before
+            assert mpl.rcParams["font.size"] == 30
         with chart_settings():
             assert mpl.rcParams["font.size"] == 10
 
@@ -329,7 +358,7 @@ def test_the_comparison_of_memory_as_a_run_writes_it(tmp_path, capsys):
     from disco_ds.planner.coefficients import shipped
     from disco_ds.planner.compare import Measured
     from disco_ds.planner.memory import Setup, predict
-    from disco_ds.report.bars import memory_parts
+    from disco_ds.report.memory import memory_parts
     from disco_ds.run.recorder import record_memory
 
     prediction = predict(shipped("ViT-B-32"), Setup(gpus=8, zero=2, runtime_bytes=1 << 30, fragmentation=1.1), 256)

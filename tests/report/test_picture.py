@@ -1,24 +1,27 @@
-"""report.png: it is made from whatever a run's folder holds, nothing in it overlaps, and it shows what is there."""
+"""report.png: nothing in it overlaps, it shows what is there, and text in any script finds its place."""
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 import json
-import math
 import random
-import sys
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from disco_ds.evaluation.result import EvalResult, RankedCaption, RankedImage
+from tests.helpers.report_runs import make_run
 
 mpl = pytest.importorskip("matplotlib")
 
-from disco_ds.report.curves import GREEN, column, global_batch, smoothed  # noqa: E402
-from disco_ds.report.picture import draw_report, write_report  # noqa: E402
-from disco_ds.report.words import fit, printable  # noqa: E402
+from disco_ds.report import picture  # noqa: E402
+from disco_ds.report.page import render  # noqa: E402
+from disco_ds.report.run_folder import read_runs  # noqa: E402
+from disco_ds.report.series import smoothed  # noqa: E402
+from disco_ds.report.style import chart_settings  # noqa: E402
+from disco_ds.report.text import drawable, fit, printable  # noqa: E402
 
 ODD_CAPTIONS = [
     "", "ok", "very " * 60 + "long", "x" * 300, "$x_1$ costs $5 \\frac{", "日本語の説明 mixed 😀🎉",
@@ -27,78 +30,55 @@ ODD_CAPTIONS = [
 ]  # fmt: skip
 
 
-def make_run(folder, *, steps=300, every=10, evals=(100, 200, 300), classes=True, null_at=(), config=None):
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(every, steps + 1, every):
-            loss = None if step in null_at else 5.5 * math.exp(-step / steps)
-            line = {
-                "step": step,
-                "samples_seen": 256 * step,
-                "loss": loss,
-                "lr": 1e-3 * (1 - step / steps),
-                "logit_scale": 14,
-            }
-            file.write(json.dumps(line) + "\n")
-    with (folder / "eval.jsonl").open("w") as file:
-        for step in evals:
-            line = {"step": step}
-            for direction, k in itertools.product(("image_to_text", "text_to_image"), (1, 5, 10)):
-                line[f"val/{direction}_R@{k}"], line[f"val/{direction}_R@{k}_chance"] = step / steps * k / 20, k / 190
-            if classes:
-                line |= {
-                    "val/zero_shot_top1": 0.3, "val/zero_shot_top1_chance": 0.1, "val/zero_shot_top5": 0.8,
-                    "val/zero_shot_mean_per_class": 0.25,
-                }  # fmt: skip
-            file.write(json.dumps(line) + "\n")
-    if config is not None:
-        (folder / "config.yaml").write_text(config)
-    return folder
+def held_out(count, captions):
+    """Images of several shapes whose right caption is ranked first, third, far behind, fifth, second."""
+    pick, images = itertools.cycle(captions), []
+    for number, rank in zip(range(count), itertools.cycle([1, 3, 99999, 5, 2]), strict=False):
+        buffer = io.BytesIO()
+        size = (100 - 60 * (number % 3 == 1), 40 + 60 * (number % 2))
+        Image.new("RGB", size, (20 * number,) * 3).save(buffer, "PNG")
+        top = [{"text": next(pick), "similarity": 0.9 - 0.1 * place, "right": place + 1 == rank} for place in range(5)]
+        images.append({
+            "key": f"a.tar#{number}", "rank": rank, "captions": [next(pick)], "top": top, "width": size[0],
+            "height": size[1], "src": "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode(),
+        })  # fmt: skip
+    return {"step": 300, "images": images}
 
 
-def make_samples(count, captions):
-    pick = itertools.cycle(captions)
-    return [
-        RankedImage(
-            index=number,
-            key=f"a.tar#{number}",
-            pixels=np.full((40 + 60 * (number % 2), 100 - 60 * (number % 3 == 1), 3), 20 * number, dtype=np.uint8),
-            captions=[next(pick)],
-            rank=rank,
-            top=[RankedCaption(next(pick), 0.9 - 0.1 * place, place + 1 == rank) for place in range(5)],
-        )
-        for number, rank in zip(range(count), itertools.cycle([1, 3, 99999, 5, 2]), strict=False)
-    ]
+@pytest.fixture
+def written(monkeypatch):
+    """What is written with Pillow: (canvas, box, text, colour, weight)."""
+    found, plain = [], ImageDraw.ImageDraw.text
+
+    def text(self, xy, text, **how):
+        found.append((self.im, self.textbbox(xy, text, font=how["font"]), text, how["fill"], how["font"].getname()[1]))
+        plain(self, xy, text, **how)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    return found
 
 
 def texts_of(figure):
-    """Every text that is drawn, with its box in pixels: titles, captions, legends, tick labels inside their axis."""
-    with mpl.rc_context({"font.family": ["DejaVu Sans"]}):
+    """Every text of a chart with its box in pixels: title, legend, names of axes, tick labels inside their axis."""
+    with chart_settings():
         figure.canvas.draw()
-    texts = list(figure.texts)
+    texts = [*figure.texts, figure._suptitle, *(t for legend in figure.legends for t in legend.findobj(mpl.text.Text))]
     for axes in figure.axes:
-        texts += [*axes.texts, *(axes.get_legend().findobj(mpl.text.Text) if axes.get_legend() else [])]
-        texts += [axes.title, axes._left_title, axes.xaxis.label]
+        texts += [*axes.texts, axes.xaxis.label, axes.yaxis.label]
         for axis in (axes.xaxis, axes.yaxis):
-            low, high = axis.get_view_interval()
-            texts += [
-                tick.label1
-                for tick in axis.get_major_ticks()
-                if low <= tick.get_loc() <= high and tick.label1.get_visible()
-            ]
-    return [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()]
+            low, high = sorted(axis.get_view_interval())
+            texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    texts = [text for text in texts if text is not None and text.get_visible()]
+    return [(text.get_text(), text.get_window_extent().extents) for text in dict.fromkeys(texts) if text.get_text()]
 
 
-def assert_readable(figure):
+def assert_readable(shown, width, height):
     """All texts lie inside the picture and none runs into another."""
-    shown = texts_of(figure)
-    width, height = figure.canvas.get_width_height()
-    outside = [text for text, box in shown if box.x0 < 0 or box.y0 < 0 or box.x1 > width or box.y1 > height]
-    assert outside == []
+    assert [text for text, box in shown if min(box[:2]) < -1 or box[2] > width + 1 or box[3] > height + 1] == []
     clashes = [
         (one, two)
         for (one, a), (two, b) in itertools.combinations(shown, 2)
-        if min(a.x1, b.x1) - max(a.x0, b.x0) > 1 and min(a.y1, b.y1) - max(a.y0, b.y0) > 3.5
+        if min(a[2], b[2]) - max(a[0], b[0]) > 1 and min(a[3], b[3]) - max(a[1], b[1]) > 3.5
     ]
     assert clashes == []
 
@@ -112,109 +92,85 @@ RUNS = {
     "long": {"steps": 3_000_000, "every": 1000, "evals": tuple(range(10_000, 3_000_001, 10_000))},
     "not finite": {"null_at": (50, 60, 300), "evals": (300,)},
     "never finite": {"null_at": tuple(range(10, 301, 10))},
-    "long name": {"config": f"name: {'a-very-long-name' * 20}\nmodel: {{name: {'m' * 150}}}\n"},
+    "long name": {"model": {"name": "m" * 150}, "faults": {f"{'s' * 50}/{'r' * 60}": 3}},
+    "compared": {},
 }
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_nothing_overlaps(tmp_path, case):
-    folder = make_run(tmp_path / "run", **RUNS[case])
-    count = {"demo": 12, "long": 12, "one evaluation": 2}.get(case, 1)
+def test_nothing_overlaps(tmp_path, case, written):
     captions = ["long " * 60] if case == "long" else ODD_CAPTIONS
-    samples = make_samples(count, captions) if RUNS[case].get("evals") != () else []
-    assert_readable(draw_report(folder, samples))
+    images = held_out({"demo": 12, "long": 12}.get(case, 2), captions) if case != "no evaluation" else {}
+    name = "a-very-long-name" * (12 if case == "long name" else 1)
+    folders = [make_run(tmp_path / name, **RUNS[case], shown=images)]
+    if case == "compared":
+        folders += [make_run(tmp_path / f"日本{number}" / ("x" * 200), batch=1024) for number in range(3)]
+    runs = read_runs(folders)
+    _, parts = render(runs)
+    picture.save(tmp_path / "report.png", runs, parts)
+    for chart in (chart for part in parts for chart in part.charts):
+        assert_readable(texts_of(chart.figure), *chart.figure.bbox.size)
+    for _, texts in itertools.groupby(written, lambda each: id(each[0])):
+        shown = list(texts)
+        assert_readable([(text, box) for _, box, text, *_ in shown], shown[0][0].size[0], shown[0][0].size[1])
 
 
 def test_the_check_for_overlaps_finds_one(tmp_path):
-    figure = draw_report(make_run(tmp_path / "run"), [])
+    _, parts = render(read_runs([make_run(tmp_path / "run")]))
+    figure = parts[0].charts[0].figure
     figure.text(0.05, 0.5, "one text")
     figure.text(0.06, 0.5, "and another")
     with pytest.raises(AssertionError, match="and another"):
-        assert_readable(figure)
+        assert_readable(texts_of(figure), *figure.bbox.size)
 
 
-def test_the_picture_is_written_whole_and_replaces_the_old_one(tmp_path):
-    folder = make_run(tmp_path / "run")
-    (folder / "report.png").write_bytes(b"old")
-    samples = make_samples(12, ["a red heart", "a flag"])
-    path = write_report(folder, EvalResult({}, samples=samples))
-    assert path == folder / "report.png"
-    with Image.open(path) as picture:
-        picture.load()
-        assert picture.width == 1600
-        assert picture.height > 900
-    assert {file.name for file in folder.iterdir()} == {"metrics.jsonl", "eval.jsonl", "report.png"}
-    assert write_report(folder) == path  # without images, and over the one just made
-    with Image.open(path) as smaller:
-        assert smaller.height < 700
-
-
-def test_a_users_matplotlibrc_does_not_reach_it(tmp_path):
-    folder = make_run(tmp_path / "run")
-    plain = write_report(folder).read_bytes()
-    with mpl.rc_context({"font.size": 30, "text.usetex": True, "savefig.dpi": 20, "axes.facecolor": "black"}):
-        assert write_report(folder).read_bytes() == plain
-        assert mpl.rcParams["font.size"] == 30
-
-
-def test_without_matplotlib_it_says_which_extra_and_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert write_report(make_run(tmp_path / "run")) is None
-    assert "pip install 'disco-ds[demo]'" in capsys.readouterr().out
-    assert not (tmp_path / "run" / "report.png").exists()
-
-
-def test_the_right_caption_is_green_wherever_it_ranks(tmp_path):
-    samples = make_samples(3, [f"caption {number}" for number in range(18)])
-    figure = draw_report(make_run(tmp_path / "run"), samples)
-    green = [text.get_text() for text in figure.texts if text.get_color() == GREEN and text.get_weight() == "bold"]
-    first, third, last = samples
-    assert green == [first.top[0].text, third.top[2].text, last.captions[0]]
-    drawn = {text.get_text() for text in figure.texts}
+def test_the_right_caption_is_green_wherever_it_ranks(tmp_path, written):
+    images = held_out(3, [f"caption {number}" for number in range(18)])
+    runs = read_runs([make_run(tmp_path / "run", shown=images)])
+    picture.save(tmp_path / "x.png", runs, render(runs)[1])
+    green = [text for *_, text, colour, weight in written if colour == picture.GREEN and weight == "Bold"]
+    first, third, last = images["images"]
+    assert green == [first["top"][0]["text"], third["top"][2]["text"], last["captions"][0]]
+    drawn = {text for _, _, text, *_ in written}
     assert {"right one: rank 1", "right one: rank 3", "right one: rank 99,999"} <= drawn
-    assert {caption.text for sample in samples for caption in sample.top} <= drawn
+    assert {caption["text"] for image in images["images"] for caption in image["top"]} <= drawn
 
 
-def test_chance_lines(tmp_path):
-    def legends(folder):
-        figure = draw_report(folder, [])
-        return [entry.get_text() for axes in figure.axes if axes.get_legend() for entry in axes.get_legend().texts]
-
-    text = legends(make_run(tmp_path / "a"))
-    assert "chance ln(256) = 5.545" in text
-    assert "R@10 by chance 0.053" in text
-    assert "top-1 by chance 0.100" in text
-    assert "R@10   0.500 / 0.500" in text
-    sigmoid = legends(make_run(tmp_path / "b", config="loss: {kind: sigmoid}\n"))
-    assert not any("ln(" in entry for entry in sigmoid)  # its loss of no knowledge is another
+def test_head_and_what_is_missing_are_said(tmp_path, written):
+    runs = read_runs([make_run(tmp_path / "run", evals=(), shown={}, faults={})])
+    picture.save(tmp_path / "x.png", runs, render(runs)[1])
+    text = " ".join(each[2] for each in written)
+    for words in ("finished after 300 steps", "ViT-B-32", "1 step skipped", "Evaluation: No evaluation", "Data: No"):
+        assert words in text, words
 
 
 def test_smoothing_equals_a_plain_loop_and_passes_over_gaps():
-    values = [random.random() for _ in range(200)]
-    values[20] = values[150] = math.nan
-    values[199] = math.inf
+    values = np.array([random.random() for _ in range(200)])
+    values[[20, 150]], values[199] = np.nan, np.inf
     for position, mean in enumerate(smoothed(values)):
-        near = [v for v in values[max(0, position - 3) : position + 4] if math.isfinite(v)]
-        assert mean == pytest.approx(sum(near) / len(near))
-    assert all(math.isnan(value) for value in smoothed([math.nan] * 5))
-    assert smoothed([]) == []
+        near = values[max(0, position - 3) : position + 4]
+        assert mean == pytest.approx(near[np.isfinite(near)].mean())
+    assert np.isnan(smoothed(np.full(5, np.nan))).all()
+    assert len(smoothed(np.array([]))) == 0
 
 
-def test_columns_and_batch():
+def test_series_and_batch(tmp_path):
     lines = [
         {"step": 10, "loss": None, "samples_seen": 640},
         {"step": 20},
         {"step": 30, "loss": 1.5, "samples_seen": 1920},
     ]
-    steps, values = column(lines, "loss")
-    assert steps == [10, 30]
-    assert math.isnan(values[0])
-    assert values[1] == 1.5
-    assert global_batch(lines) == 64
-    assert global_batch([]) is None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [run] = read_runs([tmp_path])
+    steps, values = run.series("loss")
+    assert steps.tolist() == [10, 30]
+    assert np.array_equal(values, [np.nan, 1.5], equal_nan=True)
+    assert run.global_batch == 64
+    run.metrics = []
+    assert run.global_batch is None
 
 
-class TestWords:
+class TestText:
     @pytest.mark.parametrize("width", [1, 3, 7, 20])
     @pytest.mark.parametrize("lines", [1, 2, 5])
     @pytest.mark.parametrize("text", ["", "word", "some words of text", "x" * 50, "a " * 40, "one  wide   gap"])
@@ -232,17 +188,13 @@ class TestWords:
         assert fit("red heart on a card", 9, 3, len) == ["red heart", "on a card"]
         assert fit("red hearts on a card", 9, 3, len) == ["red", "hearts on", "a card"]
 
-    def test_what_no_font_draws_is_said_in_words(self, monkeypatch):
-        from disco_ds.report import words
-
-        monkeypatch.setattr(words, "_drawable", lambda: frozenset(range(32, 127)))
-        assert printable("crab 🦀, ok") == "crab [crab], ok"
+    def test_what_the_font_does_not_have_is_said_in_words(self, monkeypatch):
         assert printable("日本の説明") == "[cjk] [hiragana] [cjk]"
+        monkeypatch.setattr("disco_ds.report.text.drawable", lambda: frozenset(range(32, 127)))
+        assert printable("crab 🦀, ok") == "crab [crab], ok"
         assert printable("a\tb\n c\u200b\x07") == "a b c"
         assert printable("") == printable("\ud800\x00") == "(no text)"
 
     def test_every_character_left_can_be_drawn(self):
-        from disco_ds.report.words import _drawable
-
         for caption in ODD_CAPTIONS:
-            assert all(ord(character) in _drawable() or character == " " for character in printable(caption))
+            assert all(ord(character) in drawable() or character == " " for character in printable(caption))
