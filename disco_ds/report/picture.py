@@ -114,7 +114,14 @@ def _heldout(shown: dict[str, Any]) -> Image.Image:
         at = left + _SIMILARITY
         colour = GREEN if right else INK
         y = _write(draw, at, y, text, width=_COLUMN - at, lines=2, bold=right, colour=colour)
-    y = _write(draw, left, y, f"right one: rank {shown['rank']:,}", width=_COLUMN - left, colour=FAINT)
+    y = _write(
+        draw,
+        left,
+        y,
+        f"right one: rank {shown['rank']:,}",
+        width=_COLUMN - left,
+        colour=GREEN if shown["rank"] == 1 else FAINT,
+    )
     return canvas.crop((0, 0, _COLUMN, max(y, _IMAGE)))
 
 

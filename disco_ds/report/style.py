@@ -71,7 +71,7 @@ def label_axes(axes: Any, label: str, across: str) -> None:
     axes.set_xlabel(across)
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     if across in ("step", "pairs seen"):
-        axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1, nbins=5)
         axes.yaxis.set_major_formatter(lambda value, _: short(value))
         axes.yaxis.get_major_locator().set_params(nbins=6)
 
