@@ -15,10 +15,10 @@ from disco_ds.cli.parser import Parser, completing, to_a_pipe
 from disco_ds.errors import ConfigError
 from disco_ds.loss.memory import KINDS
 from disco_ds.planner.coefficients import OPTIMIZER_BYTES
-from disco_ds.planner.devices import DEVICES, GIB, device_named, device_with
+from disco_ds.planner.devices import DEVICES, GIB, device_of
 from disco_ds.planner.from_ds_config import choices, planned_buckets
 from disco_ds.planner.models import ModelSource
-from disco_ds.planner.search import Plan, Planner, Request, cuts, stages
+from disco_ds.planner.search import Plan, Planner, Request, cuts
 from disco_ds.planner.text import as_json, settings_table, text_report
 
 FIELDS = {field.name: field.default for field in fields(Request)}
@@ -134,10 +134,7 @@ def build_request(arguments: argparse.Namespace, source: ModelSource) -> Request
     Raises:
         ConfigError: they contradict each other, or something is missing.
     """
-    if (arguments.mem is None) == (arguments.gpu is None):
-        found = "both are" if arguments.mem else "neither is"
-        raise ConfigError(f"give --mem (40G) or --gpu (A100-40G): {found} given")
-    device = device_with(arguments.mem) if arguments.mem else device_named(arguments.gpu)
+    device = device_of(arguments.mem, arguments.gpu)
     asked = {name: value for name, value in vars(arguments).items() if name in FIELDS and name != "gpu"}
     content: dict[str, Any] = {}
     if arguments.ds_config is not None:
@@ -149,13 +146,6 @@ def build_request(arguments: argparse.Namespace, source: ModelSource) -> Request
                 option = "--" + name.replace("_", "-")
                 raise ConfigError(f"{option} is {asked[name]} but --ds-config {arguments.ds_config} says {value}")
     request = Request(gpu=device, **asked)
-    if request.fragmentation < 1:
-        raise ConfigError(
-            f"--frag {request.fragmentation}: a process never holds less than is allocated; expected at least 1"
-        )
-    if request.limit_bytes <= 0:
-        raise ConfigError(f"--reserve {request.reserve_bytes / GIB:g}: nothing of {device.usable_gib:.2f} GiB is left")
-    stages(request)  # raises where stage and offload do not go together
     if arguments.ds_config is not None:
         model = source.of(request.setup(0, "none" if request.checkpointing == "auto" else request.checkpointing))
         request = replace(request, buckets=planned_buckets(content, model))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from disco_ds.errors import ConfigError
-from disco_ds.planner.devices import GIB, device_named, device_with
+from disco_ds.planner.devices import GIB, device_of
 from disco_ds.planner.models import ModelSource, Progress, to_stderr
 from disco_ds.planner.search import Plan, Planner, Request
 
@@ -47,8 +46,6 @@ def plan(
         ConfigError: unknown model or device, numbers or settings that contradict each other, or a model that would have
             to be traced with a torch on which tracing does not work.
     """
-    if (mem is None) == (gpu is None):
-        raise ConfigError("give mem (40G) or gpu (A100-40G), one of the two")
-    device = device_with(mem) if mem is not None else device_named(str(gpu))
-    request = Request(gpus=gpus, gpu=device, fragmentation=frag, reserve_bytes=int(reserve_gib * GIB), **settings)
+    settings |= {"fragmentation": frag, "reserve_bytes": int(reserve_gib * GIB)}
+    request = Request(gpus=gpus, gpu=device_of(mem, gpu), **settings)
     return Planner(ModelSource(model, progress, {"config": model_config}, check=True)).best(request)

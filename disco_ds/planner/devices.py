@@ -67,6 +67,18 @@ _SOLD_AS = {16: "V100-16G", 24: "RTX4090", 32: "V100-32G", 40: "A100-40G", 48: "
             141: "H200", 180: "B200"}  # fmt: skip
 
 
+def device_of(mem: str | None, gpu: str | None) -> Device:
+    """The device of ``--mem`` or ``--gpu``.
+
+    Raises:
+        ConfigError: both or neither are given, or there is no such device.
+    """
+    if (mem is None) == (gpu is None):
+        found = "neither is" if mem is None else "both are"
+        raise ConfigError(f"give --mem (40G) or --gpu (A100-40G): {found} given")
+    return device_with(mem) if mem is not None else device_named(str(gpu))
+
+
 def device_named(name: str) -> Device:
     """The device of ``--gpu``.
 

@@ -10,7 +10,7 @@ from disco_ds.engine.ds_config import BatchPlan, solve_batch
 from disco_ds.errors import ConfigError
 from disco_ds.loss.memory import keeps_logits
 from disco_ds.planner.coefficients import trace_key
-from disco_ds.planner.devices import Device
+from disco_ds.planner.devices import GIB, Device
 from disco_ds.planner.memory import Prediction, Setup, predict
 from disco_ds.planner.models import ModelSource
 
@@ -18,11 +18,17 @@ MODEL_FLOPS_SHARE = 0.4
 """Of a device's dense bf16 rate, what training reaches; assumed, the same for all settings."""
 POLICIES = ("none", "every:2", "ops", "full")
 """What ``--checkpointing auto`` chooses from."""
+LOWEST_STAGE = {"none": 0, "optimizer": 1, "all": 3}
+"""The ZeRO stage from which on there is something to offload."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Setup):
-    """What is asked: a setup in which stage and checkpointing may be "auto", which the planner chooses, and a batch."""
+    """What is asked: a setup in which stage and checkpointing may be "auto", which the planner chooses, and a batch.
+
+    Raises:
+        ConfigError: settings that do not go together.
+    """
 
     gpu: Device
     global_batch: int | None = None
@@ -39,6 +45,28 @@ class Request(Setup):
     """The smallest micro-batch that is tried for a given batch: smaller ones feed a device badly."""
     bandwidth_gb_s: float = 50.0
     """Of a GPU's collectives, for the ranking."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where the settings do not go together."""
+        if self.fragmentation < 1:
+            raise ConfigError(
+                f"--frag {self.fragmentation}: a process never holds less than is allocated; expected at least 1"
+            )
+        if self.limit_bytes <= 0:
+            usable = self.gpu.usable_gib
+            raise ConfigError(f"--reserve {self.reserve_bytes / GIB:g}: nothing of {usable:.2f} GiB is left")
+        if self.offload not in LOWEST_STAGE:
+            raise ConfigError(f"--offload {self.offload}: expected {', '.join(LOWEST_STAGE)}")
+        if self.zero not in ("auto", 0, 1, 2, 3):
+            raise ConfigError(f"--zero {self.zero}: expected 0, 1, 2, 3 or auto")
+        if not self.stages:
+            what, at = ("parameters go", "3") if self.offload == "all" else ("the optimizer's states go", "1, 2 or 3")
+            raise ConfigError(f"--offload {self.offload}: {what} to the host at --zero {at} only, not at {self.zero}")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The ZeRO stages to look at."""
+        return tuple(z for z in range(LOWEST_STAGE[self.offload], 4) if self.zero in ("auto", z))
 
     @property
     def limit_bytes(self) -> int:
@@ -100,13 +128,9 @@ class Planner:
         self.source = source
 
     def setups(self, request: Request) -> Iterator[Setup]:
-        """Every combination of what the request leaves open.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Every combination of what the request leaves open."""
         for policy in self.policies(request):
-            for stage in stages(request):
+            for stage in request.stages:
                 yield request.setup(stage, policy)
 
     def policies(self, request: Request) -> tuple[str, ...]:
@@ -202,26 +226,6 @@ class Planner:
         return compute + sent / (request.bandwidth_gb_s * 1e9)
 
 
-def stages(request: Request) -> tuple[int, ...]:
-    """The ZeRO stages that a request allows, at least one.
-
-    Raises:
-        ConfigError: offload needs another stage than the one given, or there is no such stage or offload.
-    """
-    lowest = {"none": 0, "optimizer": 1, "all": 3}
-    if request.offload not in lowest:
-        raise ConfigError(f"--offload {request.offload}: expected {', '.join(lowest)}")
-    needed = lowest[request.offload]
-    if request.zero == "auto":
-        return tuple(range(needed, 4))
-    if request.zero not in (0, 1, 2, 3):
-        raise ConfigError(f"--zero {request.zero}: expected 0, 1, 2, 3 or auto")
-    if int(request.zero) < needed:
-        what, at = ("parameters go", "3") if request.offload == "all" else ("the optimizer's states go", "1, 2 or 3")
-        raise ConfigError(f"--offload {request.offload}: {what} to the host at --zero {at} only, not at {request.zero}")
-    return (int(request.zero),)
-
-
 def cuts(request: Request) -> list[BatchPlan]:
     """How the batch that is given may be cut, largest micro-batch first: whole, then by its divisors down to
     ``min_micro_batch``, unless a micro-batch or their number is given too.
@@ -261,10 +265,9 @@ def loss_flops(setup: Setup, batch: int, width: int) -> float:
         return 3 * 2.0 * total * total * width
     if setup.loss in ("disco", "open_clip"):
         return 6 * 2.0 * batch * total * width
-    backward = 4 if setup.precision == "bf16" else 2  # 16-bit features take the gradient in two parts
     keeps = keeps_logits(batch, total) if setup.keep_logits == "auto" else setup.keep_logits
     again = setup.loss == "one_block" and not keeps
-    return (1 + again + backward) * 2.0 * batch * total * width
+    return (3 + again) * 2.0 * batch * total * width
 
 
 def reduction_bytes(setup: Setup, parameters: int, accumulation: int) -> float:

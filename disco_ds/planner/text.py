@@ -8,7 +8,7 @@ from typing import Any
 
 from disco_ds.planner.coefficients import table
 from disco_ds.planner.memory import CATEGORIES, GIB
-from disco_ds.planner.search import MODEL_FLOPS_SHARE, Plan, Planner, Request, cuts, stages
+from disco_ds.planner.search import MODEL_FLOPS_SHARE, Plan, Planner, Request, cuts
 
 SCHEMA = "disco-plan/1"
 """The version in ``--json``: the number changes when a field changes its meaning or goes."""
@@ -166,7 +166,7 @@ def text_report(planner: Planner, plan: Plan, name: str, near: Plan | None = Non
 
 def settings_table(planner: Planner, request: Request, losses: Sequence[str] = ("one_block", "disco", "clip")) -> str:
     """ZeRO x checkpointing x loss: the largest batch of each, or the peak where a batch was given."""
-    columns = stages(replace(request, zero="auto"))
+    columns = replace(request, zero="auto").stages
     head = "peak in GiB, * over the device" if request.has_batch else "largest batch per GPU"
     lines = [f"{head}, {request.precision}, {request.gpus} x {request.gpu.name}"]
     lines.append(f"  {'checkpointing':<14}{'loss':<12}" + "".join(f"{f'ZeRO {stage}':>12}" for stage in columns))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.errors import ConfigError
+from disco_ds.files import replace_text
 from disco_ds.planner.coefficients import Coefficients
 from disco_ds.planner.from_ds_config import planned_buckets
 from disco_ds.planner.models import ModelSource
@@ -113,8 +114,8 @@ def write_plan(
     body = yaml.safe_dump(run_config(plan, source, data, samples), sort_keys=False, allow_unicode=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / DS_CONFIG).write_text(json.dumps(ds_config(plan, model), indent=2) + "\n", encoding="utf-8")
-        (folder / RUN).write_text(head + body, encoding="utf-8")
+        replace_text(folder / DS_CONFIG, json.dumps(ds_config(plan, model), indent=2) + "\n")
+        replace_text(folder / RUN, head + body)
     except OSError as error:
         raise ConfigError(f"--write {folder}: cannot be written ({error.strerror})") from None
     return folder / DS_CONFIG, folder / RUN
