@@ -42,7 +42,7 @@ from PIL import Image  # noqa: E402
 from webdataset.tariterators import tar_file_expander  # noqa: E402
 
 from disco_ds.config.schema import DataConfig  # noqa: E402
-from disco_ds.data.decode import Pictures, open_rgb  # noqa: E402
+from disco_ds.data.images import ImageRules, open_rgb  # noqa: E402
 from disco_ds.data.stream import TrainStream  # noqa: E402
 from disco_ds.data.tools.write import shard_writer  # noqa: E402
 
@@ -158,7 +158,7 @@ def parts(shards: list[str]) -> dict[str, float]:
 
     raws = [raw for raw, _ in zip(read_shard(shards[0], None), range(200), strict=False)]
     transform, crop = the_transform(), ReducedFirst(the_transform(), SIZE_PX)
-    whole, draft = Pictures(10**8), Pictures(10**8, draft_px=SIZE_PX)
+    whole, draft = ImageRules(10**8), ImageRules(10**8, draft_px=SIZE_PX)
     images = [open_rgb(raw.files["jpg"], whole) for raw in raws]
     small = [open_rgb(raw.files["jpg"], draft) for raw in raws]
 

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import random
 import unicodedata
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageColor, ImageOps
+from PIL import Image, ImageColor
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from disco_ds.config.schema import DataConfig
+from disco_ds.data.faults import SampleFault
+from disco_ds.data.images import ImageRules, open_rgb, output_px
 from disco_ds.data.shards import Access, RawSample
-
-
-class SampleFault(Exception):
-    """A sample cannot be used. ``reason`` is one of missing_image, missing_caption, empty_caption, bad_json,
-    undecodable_image, truncated_image, too_many_pixels, tiny_image, extreme_aspect, transform_failed.
-    """
-
-    def __init__(self, reason: str, detail: object) -> None:
-        super().__init__(str(detail))
-        self.reason = reason
 
 
 @dataclass
@@ -44,31 +34,6 @@ class Pair:
     key: str
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Which images are taken, and how they become RGB."""
-
-    max_pixels: int
-    min_size: int = 0
-    """Pixels of the shorter side; 0: any."""
-    max_aspect: float | None = None
-    """Longer over shorter side; None: any."""
-    background: tuple[int, ...] = (255, 255, 255)
-    """RGB behind transparency."""
-    draft_px: int | None = None
-    """JPEGs may be decoded at 1/2, 1/4 or 1/8 size, not below this many pixels a side; None: always whole."""
-
-    def check(self, width: int, height: int) -> None:
-        """Raises SampleFault: too_many_pixels, tiny_image, extreme_aspect."""
-        if width * height > self.max_pixels:
-            raise SampleFault("too_many_pixels", f"{width} x {height} is more than data.max_pixels = {self.max_pixels}")
-        short, long = sorted((width, height))
-        if short < self.min_size:
-            raise SampleFault("tiny_image", f"{width} x {height} is below data.min_image_size = {self.min_size}")
-        if self.max_aspect is not None and long > self.max_aspect * short:
-            raise SampleFault("extreme_aspect", f"{width} x {height} is beyond data.max_aspect = {self.max_aspect}")
-
-
 class Decoder:
     """The configured way from a shard's bytes to a pair; picklable when the transform is."""
 
@@ -76,7 +41,7 @@ class Decoder:
         self.image_extensions = tuple(_extension(key) for key in config.image_key.split(";") if key.strip())
         caption, _, self.json_key = config.caption_key.partition(":")
         self.caption_extensions = tuple(_extension(key) for key in caption.split(";") if key.strip())
-        self.pictures = Pictures(
+        self.image_rules = ImageRules(
             max_pixels=config.max_pixels,
             min_size=config.min_image_size,
             max_aspect=config.max_aspect,
@@ -127,7 +92,7 @@ class Decoder:
         if extension is None:
             raise SampleFault("missing_image", f"no .{' or .'.join(self.image_extensions)} among {raw.extensions}")
         captions = self.captions(raw)
-        return open_rgb(raw.files[extension], self.pictures), captions
+        return open_rgb(raw.files[extension], self.image_rules), captions
 
     def transformed(self, image: Image.Image, captions: list[str], key: str, seed: int) -> Pair:
         """Choose a caption and transform the image; ``seed`` drives the choice and the transform's randomness.
@@ -198,62 +163,3 @@ def cleaned(text: str) -> str:
     plain = html.unescape(html.unescape(text))
     kept = (" " if char.isspace() else char for char in plain if char.isspace() or unicodedata.category(char) != "Cc")
     return " ".join("".join(kept).split())
-
-
-def output_px(transform: Any) -> int | None:
-    """Longest side of what a torchvision transform gives, from its first step that has a size; None: unknown."""
-    for step in getattr(transform, "transforms", [transform]):
-        size = getattr(step, "size", None)
-        if isinstance(size, int):
-            return size
-        if isinstance(size, (tuple, list)) and size and all(isinstance(side, int) for side in size):
-            return max(size)
-    return None
-
-
-def open_rgb(data: bytes, pictures: Pictures) -> Image.Image:
-    """The image as a viewer would show it: upright by its EXIF orientation, transparency on a background, in RGB.
-
-    Raises:
-        SampleFault: undecodable_image, truncated_image; too_many_pixels, tiny_image and extreme_aspect (found in the
-            header, before decoding).
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's remarks on odd EXIF and palettes; size is checked here
-            image = Image.open(io.BytesIO(data))
-            pictures.check(*image.size)
-            if pictures.draft_px is not None:
-                image.draft(None, (pictures.draft_px, pictures.draft_px))  # without effect on other formats than JPEG
-            image.load()
-            with suppress(Exception):  # EXIF that cannot be parsed says nothing about the picture
-                ImageOps.exif_transpose(image, in_place=True)
-            return _to_rgb(image, pictures.background)
-    except Image.DecompressionBombError as error:
-        raise SampleFault("too_many_pixels", error) from None
-    except SampleFault:
-        raise
-    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, …
-        reason = "truncated_image" if "truncated" in str(error).lower() else "undecodable_image"
-        raise SampleFault(reason, f"{type(error).__name__}: {error}") from None
-
-
-def _to_rgb(image: Image.Image, background: tuple[int, ...]) -> Image.Image:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        drawing = image.convert("RGBA")
-        behind = Image.new("RGBA", drawing.size, (*background, 255))
-        return Image.alpha_composite(behind, drawing).convert("RGB")
-    if image.mode.startswith(("I", "F")):
-        return _from_deep(image)
-    return image.convert("RGB")
-
-
-def _from_deep(image: Image.Image) -> Image.Image:
-    """16- and 32-bit grey to 8 bits by range; Pillow's own conversion clips everything above 255 to white."""
-    values = np.asarray(image).astype(np.float64)
-    top = 65535.0 if image.mode.startswith("I") else (1.0 if values.max(initial=0.0) <= 1.0 else 255.0)
-    if image.mode == "I" and values.max(initial=0.0) <= 255:
-        top = 255.0
-    return Image.fromarray((values.clip(0, top) * (255.0 / top)).round().astype(np.uint8), "L").convert("RGB")

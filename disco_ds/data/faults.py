@@ -1,4 +1,4 @@
-"""Counting what is wrong with the data, and naming the first few of each kind."""
+"""What is wrong with samples: counted, and the first few of each kind named."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ log = logging.getLogger("disco_ds.data")
 
 NOTES_PER_REASON = 3
 """Faults of one kind that a process describes; the rest it only counts."""
+
+
+class SampleFault(Exception):
+    """A sample cannot be used. ``reason`` is one of missing_image, missing_caption, empty_caption, bad_json,
+    undecodable_image, truncated_image, too_many_pixels, tiny_image, extreme_aspect, transform_failed.
+    """
+
+    def __init__(self, reason: str, detail: object) -> None:
+        super().__init__(str(detail))
+        self.reason = reason
 
 
 @dataclass

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from disco_ds.config.schema import DataConfig
-from disco_ds.data.decode import Decoder, Pair, SampleFault
-from disco_ds.data.faults import FaultLog, Tally
+from disco_ds.data.decode import Decoder, Pair
+from disco_ds.data.faults import FaultLog, SampleFault, Tally
 from disco_ds.data.lanes import Slice
 from disco_ds.data.loader import loader_options
 from disco_ds.data.shards import RawSample, ShardFault, read_shard
@@ -73,15 +73,16 @@ def read_heldout(
         yield part
 
 
+@dataclass(eq=False)
 class _Reader(IterableDataset):
     """One rank's slices of the held-out shards, dealt to its workers."""
 
-    def __init__(
-        self, sources: list[Source], decoder: Decoder, tokenizer: Tokenizer, rank: int, world_size: int, batch: int
-    ) -> None:
-        self.sources, self.decoder, self.tokenizer = sources, decoder, tokenizer
-        self.rank, self.world_size, self.batch = rank, world_size, batch
-        self.wanted = decoder.wanted | {"cls"}
+    sources: list[Source]
+    decoder: Decoder
+    tokenizer: Tokenizer
+    rank: int
+    world_size: int
+    batch: int
 
     def __iter__(self) -> Iterator[tuple[HeldoutBatch, list[str]]]:
         info = get_worker_info()
@@ -105,7 +106,7 @@ class _Reader(IterableDataset):
                 continue
             first = (reader + number) % step  # turned from shard to shard: tiny ones must not all fall to reader 0
             try:
-                for raw in read_shard(shard, self.wanted, first, step, self.decoder.access):
+                for raw in read_shard(shard, self.decoder.wanted | {"cls"}, first, step, self.decoder.access):
                     pair = self._decoded(raw, label, tally)
                     if pair is not None:
                         yield pair, _label(raw), (number << 40) + raw.number

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from disco_ds.data.decode import Decoder, Pair, SampleFault
-from disco_ds.data.faults import Tally
+from disco_ds.data.decode import Decoder, Pair
+from disco_ds.data.faults import SampleFault, Tally
 from disco_ds.data.shards import Access, RawSample, ShardFault, read_shard
 from disco_ds.data.sources import Source, is_remote
 from disco_ds.errors import DataError

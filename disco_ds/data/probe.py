@@ -7,8 +7,8 @@ from collections import Counter
 from contextlib import closing
 
 from disco_ds.config.schema import DataConfig
-from disco_ds.data.decode import Decoder, Pair, SampleFault
-from disco_ds.data.faults import Tally
+from disco_ds.data.decode import Decoder, Pair
+from disco_ds.data.faults import SampleFault, Tally
 from disco_ds.data.shards import ShardFault, read_shard
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import Transform

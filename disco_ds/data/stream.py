@@ -63,9 +63,9 @@ class _Part:
     tally: dict[str, Any]
 
 
-@dataclass
-class _Plan:
-    """All that a worker needs to produce its parts."""
+@dataclass(eq=False)
+class _Plan(IterableDataset):
+    """All that a worker needs to produce its parts; as torch's loader has it, one iterator a worker."""
 
     sources: list[Source]
     weights: list[float] | None
@@ -81,8 +81,10 @@ class _Plan:
     position: int
     states: dict[str, dict[str, Any]]
 
-    def parts(self, worker: int, workers: int) -> Iterator[_Part]:
-        """Worker ``worker``'s share of batch after batch, without end."""
+    def __iter__(self) -> Iterator[_Part]:
+        """This worker's share of batch after batch, without end."""
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
         numbers = list(range(self.rank, self.lanes, self.world_size))[worker::workers]
         tally = Tally()
         lanes = self._lanes(numbers, tally)
@@ -124,17 +126,6 @@ class _Plan:
                 state=state, check=check,
             )  # fmt: skip
         return lanes
-
-
-class _Parts(IterableDataset):
-    """The plan as a data set for torch's loader, one iterator a worker."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self.plan = plan
-
-    def __iter__(self) -> Iterator[_Part]:
-        info = get_worker_info()
-        return self.plan.parts(info.id, info.num_workers) if info else self.plan.parts(0, 1)
 
 
 class TrainStream:
@@ -223,9 +214,8 @@ class TrainStream:
 
     def _start(self) -> Iterator[_Part]:
         if not self._workers:
-            return self._plan.parts(0, 1)
-        loader = DataLoader(_Parts(self._plan), num_workers=self._workers, **loader_options())
-        return iter(loader)
+            return iter(self._plan)
+        return iter(DataLoader(self._plan, num_workers=self._workers, **loader_options()))
 
     def state(self) -> dict[str, Any]:
         """Where this rank's lanes stand after the last batch given out; JSON-able. See :func:`merge_states`."""
@@ -234,9 +224,10 @@ class TrainStream:
     def close(self) -> None:
         """Stop the workers and close the shards."""
         parts, self._parts = self._parts, None
-        if parts is not None and hasattr(parts, "close"):
-            parts.close()
-        del parts  # the loader's iterator stops its workers when it goes
+        # torch's loader would do it when it is collected, but not well after an error: its queues may be gone by then
+        stop = getattr(parts, "_shutdown_workers", None) or getattr(parts, "close", None)
+        if stop is not None:
+            stop()
 
 
 def _check_bad(reads: int, bad: int, max_bad_fraction: float, faults: Counter[str]) -> None:

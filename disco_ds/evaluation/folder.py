@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import DatasetFolder
 
 from disco_ds.config.schema import DataConfig
-from disco_ds.data.decode import Pictures, SampleFault, open_rgb
+from disco_ds.data.faults import SampleFault
 from disco_ds.data.heldout import HeldoutBatch
+from disco_ds.data.images import ImageRules, open_rgb
 from disco_ds.data.loader import loader_options
 from disco_ds.errors import DataError
 
@@ -89,8 +90,8 @@ def read_folder(
             and named on the console.
         transform: RGB image → (3, H, W) float32; picklable when there are workers.
     """
-    pictures = Pictures(config.max_pixels, background=ImageColor.getrgb(config.background)[:3])
-    folder.loader = functools.partial(_load, transform, pictures)
+    rules = ImageRules(config.max_pixels, background=ImageColor.getrgb(config.background)[:3])
+    folder.loader = functools.partial(_load, transform, rules)
     share = range(rank, len(folder), world_size)
     options: dict[str, Any] = {"batch_size": batch, "num_workers": config.workers, "collate_fn": list}
     if config.workers:
@@ -124,10 +125,10 @@ def _unread(path: str) -> Any:
     raise NotImplementedError("images are read by read_folder, which knows the transform")
 
 
-def _load(transform: Callable[[Any], Tensor], pictures: Pictures, path: str) -> Tensor | tuple[str, str]:
+def _load(transform: Callable[[Any], Tensor], rules: ImageRules, path: str) -> Tensor | tuple[str, str]:
     """An image's pixels, or the reason why there are none and where."""
     try:
-        return transform(open_rgb(Path(path).read_bytes(), pictures))
+        return transform(open_rgb(Path(path).read_bytes(), rules))
     except SampleFault as fault:
         return fault.reason, f"{path}: {fault}"
     except OSError:

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from disco_ds.cli.data.main import main as cli
-from disco_ds.data import DataError, demo_shards, read_heldout
+from disco_ds.data import DataError, demo_shards
 from disco_ds.data import demo as module
 from disco_ds.data.shards import read_shard
 from tests.helpers.ranks import ROOT
-from tests.helpers.shards import data_config, letters, to_tensor
+from tests.helpers.shards import heldout
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,7 @@ def test_samples_are_whole(shards):
     for raw in read_shard(shards.val[0], None):
         assert set(raw.extensions) == {"png", "txt", "json", "cls"}
         assert raw.files["cls"].decode() in shards.classes
-    batches = read_heldout(
-        data_config("unused", val=shards.val, caption_key="json:captions"),
-        transform=to_tensor, tokenizer=letters, rank=0, world_size=1, batch=64
-    )  # fmt: skip
+    batches = heldout(shards.val, batch=64, caption_key="json:captions")
     pictures = set()
     for batch in batches:
         assert not batch.faults

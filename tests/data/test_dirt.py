@@ -1,56 +1,39 @@
-"""Bad samples and bad shards: counted by source and reason, named, never fatal up to the limit; and images as seen."""
+"""Bad samples and bad shards: counted by source and reason, named, never fatal up to the limit."""
 
 from __future__ import annotations
 
-import io
 import logging
 from collections import Counter, deque
 from itertools import islice
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from disco_ds.data import DataError, TrainStream, probe, read_heldout
-from disco_ds.data.decode import Pictures, SampleFault, open_rgb
+from disco_ds.data import DataError
 from disco_ds.data.shards import ShardFault, read_shard
 from tests.helpers.shards import (
     DIRT,
     data_config,
     dirty_samples,
-    image_bytes,
-    letters,
+    heldout,
     make_shards,
     sample,
-    to_tensor,
+    train_stream,
     truncate,
     write_shard,
     write_tar,
 )
 
-
-def stream_of(config, batch=8, **options):
-    options = {"rank": 0, "world_size": 1, "seed": 0, "transform": to_tensor, "tokenizer": letters, **options}
-    return TrainStream(config, global_batch=batch, **options)
-
-
-def heldout_of(folder, ranks=1, workers=0, **fields):
-    options = {"transform": to_tensor, "tokenizer": letters, "batch": 4, "workers": workers}
-    config = data_config("unused", val=str(folder), **fields)
-    return [list(read_heldout(config, rank=r, world_size=ranks, **options)) for r in range(ranks)]
-
-
 COUNTS = {reason: number for number, reason in enumerate(sorted(DIRT), start=1)}
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (3, 2)])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0)])
 def test_heldout_counts_every_bad_sample_once(tmp_path, ranks, workers):
     good = {f"good{i}": sample(i) for i in range(10)}
     write_shard(tmp_path / "a.tar", {**good, **dirty_samples(COUNTS)})
     make_shards(tmp_path, [3, 2], start=100)
-    batches = [batch for rank in heldout_of(tmp_path, ranks, workers) for batch in rank]
+    batches = [batch for rank in range(ranks) for batch in heldout(str(tmp_path), rank, ranks, workers=workers)]
     faults = sum((Counter(batch.faults) for batch in batches), Counter())
     assert faults == {f"{tmp_path.name}/{reason}": count for reason, count in COUNTS.items()}
     assert sorted(key for batch in batches for key in batch.keys) == sorted(
@@ -64,7 +47,7 @@ def test_stream_counts_every_bad_sample_once_a_pass(tmp_path, workers, caplog):
     """21 bad and 31 good: after enough passes each bad one was counted as often as each good one was given."""
     samples = {**{f"good{i:02d}": sample(i) for i in range(31)}, **dirty_samples(COUNTS)}
     write_shard(tmp_path / "a.tar", dict(sorted(samples.items(), key=lambda item: hash_of(item[0]))))
-    stream = stream_of(data_config(str(tmp_path), lanes=1, workers=workers), batch=31)
+    stream = train_stream(data_config(str(tmp_path), lanes=1, workers=workers), 31)
     faults: Counter[str] = Counter()
     reads = 0
     with caplog.at_level(logging.WARNING, "disco_ds.data"):
@@ -101,10 +84,10 @@ def test_resume_counts_nothing_twice(tmp_path):
     cut = make_shards(tmp_path, [9], start=500)[0]
     truncate(cut, cut.stat().st_size // 2)
     config = data_config(str(tmp_path), lanes=3, shuffle=30)
-    whole, unbroken, broken, cursor = stream_of(config), Counter(), Counter(), None
+    whole, unbroken, broken, cursor = train_stream(config, 8), Counter(), Counter(), None
     for _ in range(12):
         unbroken.update(next(whole).faults)
-        part = stream_of(config, cursor=cursor)
+        part = train_stream(config, 8, cursor=cursor)
         broken.update(next(part).faults)
         cursor = part.state()
     assert unbroken == broken
@@ -127,10 +110,10 @@ def test_faults_are_logged_though_an_evaluation_comes_between():
 def test_too_many_bad_samples_stop_the_run(tmp_path):
     bad = {f"bad{i}": sample(i, png=b"x") for i in range(60)}
     write_shard(tmp_path / "a.tar", {**bad, **{f"good{i}": sample(i) for i in range(30)}})
-    stream = stream_of(data_config(str(tmp_path), lanes=2))
+    stream = train_stream(data_config(str(tmp_path), lanes=2), 8)
     with pytest.raises(DataError, match=r"of 1\d\d\d samples read are bad.*max_bad_fraction = 0\.5.*undecodable_image"):
         deque(islice(stream, 200), maxlen=0)
-    stream = stream_of(data_config(str(tmp_path), lanes=2, max_bad_fraction=0.7))
+    stream = train_stream(data_config(str(tmp_path), lanes=2, max_bad_fraction=0.7), 8)
     for _ in range(100):
         next(stream)
 
@@ -138,7 +121,7 @@ def test_too_many_bad_samples_stop_the_run(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_nothing_good_is_an_error_and_no_stall(tmp_path, workers):
     write_shard(tmp_path / "a.tar", {f"bad{i}": sample(i, png=b"x") for i in range(5)})
-    stream = stream_of(data_config(str(tmp_path), lanes=2, workers=workers))
+    stream = train_stream(data_config(str(tmp_path), lanes=2, workers=workers), 8)
     with pytest.raises(DataError, match=r"without one usable sample.*undecodable_image"):
         next(stream)
     stream.close()
@@ -146,7 +129,7 @@ def test_nothing_good_is_an_error_and_no_stall(tmp_path, workers):
 
 def test_a_shard_that_vanishes_is_counted(tmp_path):
     paths = make_shards(tmp_path, [8, 8, 8])
-    stream = stream_of(data_config(str(tmp_path), lanes=1, shuffle=8))
+    stream = train_stream(data_config(str(tmp_path), lanes=1, shuffle=8), 8)
     next(stream)
     paths[1].unlink()
     faults = sum((Counter(next(stream).faults) for _ in range(6)), Counter())
@@ -203,105 +186,6 @@ def test_pipe_that_fails_is_unreadable(tmp_path):
 def test_duplicate_files_are_counted_and_the_first_is_kept(tmp_path):
     members = [(f"k.{ext}", data) for _ in range(2) for ext, data in sample(7).items()]
     write_tar(tmp_path / "a.tar", [*members, *((f"l.{ext}", data) for ext, data in sample(8).items())])
-    ((batch,),) = heldout_of(tmp_path)
+    (batch,) = heldout(str(tmp_path))
     assert batch.keys == ["a.tar#k", "a.tar#l"]
     assert batch.faults == {f"{tmp_path.name}/duplicate_key": 1}
-
-
-def test_extensions_in_any_case_and_odd_text(tmp_path):
-    captions = [b"\xef\xbb\xbf with a mark ", b"caf\xe9", "雨 عيد".encode()]
-    write_tar(
-        tmp_path / "a.tar",
-        [(f"k{i}.{e}", d) for i, c in enumerate(captions) for e, d in (("PNG", image_bytes(i)), ("TXT", c))],
-    )
-    ((batch,),) = heldout_of(tmp_path)
-    assert [c[0] for c in batch.captions] == ["with a mark", "caf\ufffd", "雨 عيد"]
-
-
-def test_captions_from_json(tmp_path):
-    texts = [
-        b'{"text": " a "}',
-        b'{"text": ["", "b", " c"]}',
-        b'{"text": ""}',
-        b"{",
-        b'{"other": "x"}',
-        b'["text"]',
-        b'{"text": 3}',
-    ]
-    write_shard(tmp_path / "a.tar", {f"k{i}": {"png": image_bytes(i), "json": text} for i, text in enumerate(texts)})
-    ((batch,),) = heldout_of(tmp_path, caption_key="json:text")
-    assert batch.captions == [["a"], ["b", "c"]]
-    name = tmp_path.name
-    assert batch.faults == {f"{name}/empty_caption": 1, f"{name}/bad_json": 1, f"{name}/missing_caption": 3}
-
-
-def encoded(image: Image.Image, format: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
-
-
-def pixel(data: bytes, x: int = 0, y: int = 0) -> tuple[int, ...]:
-    return open_rgb(data, Pictures(10_000)).getpixel((x, y))
-
-
-def test_transparency_is_composited_on_white():
-    assert pixel(encoded(Image.new("RGBA", (4, 4), (255, 0, 0, 0)))) == (255, 255, 255)
-    assert pixel(encoded(Image.new("RGBA", (4, 4), (255, 0, 0, 128)))) == (255, 127, 127)
-    assert pixel(encoded(Image.new("LA", (4, 4), (0, 0)))) == (255, 255, 255)
-    palette = Image.new("P", (4, 4), 1)
-    palette.putpalette([0, 0, 0, 10, 20, 30])
-    assert pixel(encoded(palette)) == (10, 20, 30)
-    assert pixel(encoded(palette, transparency=1)) == (255, 255, 255)
-    assert pixel(encoded(Image.new("RGB", (4, 4), (9, 8, 7)), transparency=(9, 8, 7))) == (255, 255, 255)
-
-
-def test_deep_grey_cmyk_and_one_bit():
-    deep = Image.fromarray(np.full((4, 4), 32896, np.uint16))
-    assert pixel(encoded(deep)) == (128, 128, 128)
-    assert pixel(encoded(Image.new("CMYK", (4, 4), (0, 0, 0, 255)), "TIFF")) == (0, 0, 0)
-    assert pixel(encoded(Image.new("1", (4, 4), 1))) == (255, 255, 255)
-    assert pixel(encoded(Image.new("F", (4, 4), 0.5), "TIFF")) == (128, 128, 128)
-
-
-def test_exif_orientation_is_applied():
-    image = Image.new("RGB", (8, 4), (255, 255, 255))
-    image.putpixel((0, 0), (0, 0, 0))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to see it upright
-    turned = open_rgb(encoded(image, exif=exif.tobytes()), Pictures(10_000))
-    assert turned.size == (4, 8)
-    assert turned.getpixel((3, 0)) == (0, 0, 0)
-
-
-def test_pixel_limit_is_read_from_the_header():
-    with pytest.raises(SampleFault, match=r"16 x 16 is more than data\.max_pixels = 255"):
-        open_rgb(image_bytes(0), Pictures(255))
-    assert open_rgb(image_bytes(0), Pictures(256)).size == (16, 16)
-
-
-def test_probe_says_what_was_seen(tmp_path):
-    write_shard(tmp_path / "a.tar", {f"k{i}": {"jpeg": b"x", "caption": b"y"} for i in range(300)})
-    with pytest.raises(DataError) as caught:
-        probe(data_config(str(tmp_path)), transform=to_tensor)
-    for part in (
-        "data.train",
-        "a.tar",
-        "200 samples scanned",
-        "0 kept",
-        ".jpeg (200x), .caption (200x)",
-        "'txt'",
-        "missing_caption",
-    ):
-        assert part in str(caught.value)
-    (pair,) = probe(data_config(str(make_shards(tmp_path / "good", [1])[0])), transform=to_tensor)
-    assert pair.caption == "picture 0"
-
-
-def test_probe_looks_at_every_source_and_past_bad_shards(tmp_path):
-    first, second = make_shards(tmp_path / "a", [2, 2])
-    first.write_bytes(b"nothing")
-    empty = write_tar(tmp_path / "b" / "empty.tar", [])
-    assert len(probe(data_config(str(tmp_path / "a")), transform=to_tensor)) == 1
-    with pytest.raises(DataError, match=r"'b': 0 samples scanned up to .*empty\.tar, 0 kept"):
-        probe(data_config([str(second), str(empty.parent)]), transform=to_tensor)

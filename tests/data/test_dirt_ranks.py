@@ -11,28 +11,28 @@ from typing import Any
 import torch.distributed as dist
 from PIL import Image
 
-from disco_ds.data import TrainStream, read_heldout
+from disco_ds.data import TrainStream
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shards import (
     DIRT,
     data_config,
     dirty_samples,
+    heldout,
     image_bytes,
-    letters,
     make_shards,
     noisy,
     sample,
+    train_stream,
     truncate,
     write_shard,
     write_tar,
 )
 
 COUNTS = {reason: number for number, reason in enumerate([*sorted(DIRT), "tiny_image", "extreme_aspect"], 1)}
-LANES, BATCH, BATCHES = 12, 24, 7
+BATCH, BATCHES = 24, 7
 
 
-def fields(folder: str) -> dict[str, Any]:
-    return {"lanes": LANES, "shuffle": 48, "min_image_size": 8, "max_aspect": 2.0, "max_bad_fraction": 0.9}
+FIELDS = {"lanes": 12, "shuffle": 48, "min_image_size": 8, "max_aspect": 2.0, "max_bad_fraction": 0.9}
 
 
 def dirty_folder(folder: Any) -> str:
@@ -65,9 +65,8 @@ def hash_of(text: str) -> int:
 
 
 def stream_of(folder: str, workers: int, rank: int = 0, world_size: int = 1) -> TrainStream:
-    config = data_config(folder, workers=workers, **fields(folder))
-    place = {"global_batch": BATCH, "rank": rank, "world_size": world_size}
-    return TrainStream(config, **place, seed=2, transform=noisy, tokenizer=letters)
+    config = data_config(folder, workers=workers, **FIELDS)
+    return train_stream(config, BATCH, rank=rank, world_size=world_size, seed=2, transform=noisy)
 
 
 def take(stream: TrainStream) -> tuple[list[list[tuple[str, float]]], Counter[str], int, int]:
@@ -86,9 +85,7 @@ def on_a_rank(folder: str) -> list[Any]:
         stream = stream_of(folder, workers, rank, world_size)
         found.append(take(stream))
         stream.close()
-        config = data_config("unused", val=folder, **fields(folder))
-        options = {"transform": noisy, "tokenizer": letters, "rank": rank, "world_size": world_size, "batch": 5}
-        batches = list(read_heldout(config, workers=workers, **options))
+        batches = heldout(folder, rank, world_size, batch=5, workers=workers, **FIELDS)
         keys = [key for batch in batches for key in batch.keys]
         found.append((keys, sum((Counter(batch.faults) for batch in batches), Counter())))
     return found

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disco_ds.data import DataError, read_heldout
-from tests.helpers.shards import data_config, json_sample, letters, make_shards, sample, to_tensor, write_shard
-
-
-def read(val, rank, world_size, batch=4, workers=0, **fields):
-    config = data_config("unused", val=val, **fields)
-    options = {"transform": to_tensor, "tokenizer": letters, "rank": rank, "world_size": world_size, "batch": batch}
-    return list(read_heldout(config, workers=workers, **options))
+from disco_ds.data import DataError
+from tests.helpers.shards import heldout, json_sample, letters, make_shards, sample, write_shard
 
 
 @pytest.mark.parametrize("sizes", [[19], [1, 2], [5, 0, 7, 3], [2] * 17])
@@ -21,7 +15,7 @@ def test_every_sample_once_and_in_order_of_index(tmp_path, sizes, world_size, wo
     if workers and len(sizes) != 4:
         pytest.skip("worker start-up costs; one shape is enough")
     make_shards(tmp_path, sizes)
-    ranks = [read(str(tmp_path), rank, world_size, workers=workers) for rank in range(world_size)]
+    ranks = [heldout(str(tmp_path), rank, world_size, workers=workers) for rank in range(world_size)]
     rows = [
         (int(i), key, image)
         for rank in ranks
@@ -43,16 +37,16 @@ def test_captions_and_labels(tmp_path):
         tmp_path / "a.tar",
         {"k": {**json_sample(0, ["one", " two"]), "cls": b" dogs \n"}, "l": json_sample(1, ["three"])},
     )
-    (batch,) = read(str(tmp_path), 0, 1, caption_key="json:captions")
+    (batch,) = heldout(str(tmp_path), caption_key="json:captions")
     assert batch.captions == [["one", "two"], ["three"]]
     assert batch.labels == ["dogs", None]
     assert torch.equal(batch.texts, letters(["one", "three"]))
     write_shard(tmp_path / "a.tar", {"k": sample(0, cls=b"7")})
-    assert read(str(tmp_path), 0, 1)[0].labels == ["7"]
+    assert heldout(str(tmp_path))[0].labels == ["7"]
 
 
 def test_no_held_out_data():
     with pytest.raises(DataError, match=r"data\.val is not set"):
-        read(None, 0, 1)
+        heldout(None)
     with pytest.raises(DataError, match=r"data\.val: '/nowhere\.tar' does not exist"):
-        read("/nowhere.tar", 0, 1)
+        heldout("/nowhere.tar")

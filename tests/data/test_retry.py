@@ -11,10 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from disco_ds.data import TrainStream
 from disco_ds.data import shards as module
 from disco_ds.data.shards import Access, ShardFault, read_shard
-from tests.helpers.shards import data_config, letters, make_shards, to_tensor, truncate
+from tests.helpers.shards import data_config, make_shards, train_stream, truncate
 
 SAMPLE_BYTES = 4 * 512
 
@@ -111,8 +110,7 @@ def test_the_stream_is_the_same_with_failures_and_counts_what_it_lost(tmp_path):
 
     def keys(entries, **fields):
         config = data_config(entries, lanes=2, shuffle=8, retry_s=0.0, **fields)
-        options = {"rank": 0, "world_size": 1, "seed": 0, "transform": to_tensor, "tokenizer": letters}
-        stream = TrainStream(config, global_batch=8, **options)
+        stream = train_stream(config, 8)
         batches = [next(stream) for _ in range(4)]
         return ([key.rsplit("#", 1)[1] for b in batches for key in b.keys], sum((Counter(b.faults) for b in batches),
                 Counter()))  # fmt: skip

@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from disco_ds.config.schema import DataConfig
+from disco_ds.data import HeldoutBatch, TrainStream, read_heldout
 
 
 def image_bytes(number: int, size: int = 16, format: str = "PNG", mode: str = "RGB", **options: Any) -> bytes:
@@ -68,6 +70,7 @@ def _truncated_jpeg() -> bytes:
     return buffer.getvalue()[:1500]
 
 
+@cache
 def _bomb() -> bytes:
     buffer = io.BytesIO()
     Image.new("1", (20_000, 10_000)).save(buffer, "PNG")
@@ -116,3 +119,16 @@ def letters(texts: list[str]) -> torch.Tensor:
 def data_config(train: Any, **fields: Any) -> DataConfig:
     """A configuration for small data: no workers, small blocks."""
     return DataConfig(**{"train": train, "workers": 0, "shuffle": 64, **fields})
+
+
+def train_stream(config: DataConfig, global_batch: int, **options: Any) -> TrainStream:
+    """A stream with the transforms of this module; options replace what TrainStream gets."""
+    defaults = {"rank": 0, "world_size": 1, "seed": 0, "transform": to_tensor, "tokenizer": letters}
+    return TrainStream(config, global_batch=global_batch, **{**defaults, **options})
+
+
+def heldout(val: Any, rank: int = 0, world_size: int = 1, batch: int = 4, workers: int = 0, **fields: Any
+            ) -> list[HeldoutBatch]:  # fmt: skip
+    """The batches of a rank; ``fields`` are those of the configuration."""
+    options = {"transform": to_tensor, "tokenizer": letters, "rank": rank, "world_size": world_size, "batch": batch}
+    return list(read_heldout(data_config("unused", val=val, **fields), workers=workers, **options))

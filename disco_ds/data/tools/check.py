@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from disco_ds.config.schema import DataConfig
-from disco_ds.data.decode import Decoder, SampleFault
+from disco_ds.data.decode import Decoder
+from disco_ds.data.faults import SampleFault
 from disco_ds.data.shards import RawSample, ShardFault, read_shard
 from disco_ds.data.sources import TAR_ENDINGS, Source
 from disco_ds.data.tools.preparation import Preparation
