@@ -260,7 +260,9 @@ def test_gzip_and_pipes_read_like_files(shards, tmp_path):
 
 
 @pytest.mark.parametrize(("fields", "expected"), [
-    ({"lanes": 12}, "0d6c2531541c7351"), ({"lanes": 3, "shuffle": 9}, "15b7b40e2ffec41c"), ({"lanes": 6, "weights": [1, 2]}, "65dd6c47e103223f"),
+    ({"lanes": 12}, "0d6c2531541c7351"),
+    ({"lanes": 3, "shuffle": 9}, "15b7b40e2ffec41c"),
+    ({"lanes": 6, "weights": [1, 2]}, "65dd6c47e103223f"),
 ])  # fmt: skip
 def test_order_and_cursor_are_those_of_release_0_1(tmp_path, fields, expected):
     """Order within lanes, slices of shards, sources by weight; so that its checkpoints go on."""
