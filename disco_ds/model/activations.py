@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,14 +108,12 @@ def _contexts(block: nn.Module, keep_products: bool) -> tuple[AbstractContextMan
     if not keep_products:
         return nullcontext(), frozen_statistics(block)
     kept: list[_Kept] = []
-    return _KeepProducts(kept), _both(_ReuseProducts(kept), frozen_statistics(block))
+    return _KeepProducts(kept), _second_forward(block, kept)
 
 
 @contextmanager
-def _both(*contexts: AbstractContextManager) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _second_forward(block: nn.Module, kept: list[_Kept]) -> Iterator[None]:
+    with frozen_statistics(block), _ReuseProducts(kept):
         yield
 
 
