@@ -30,6 +30,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from disco_ds.config.read import find_ds_config
 from disco_ds.engine.refused_keys import REFUSED, REPLACED
 from disco_ds.errors import ConfigError, nearest
 
@@ -256,17 +257,19 @@ class DsConfig(_Section):
 
 
 def read_ds_config(path: str | Path, flag: str = "--ds_config", *, deepspeed: bool = True) -> dict[str, Any]:
-    """The content of a ds_config file as :func:`checked` gives it.
+    """The content of a ds_config as :func:`checked` gives it.
 
     Args:
+        path: the file, or the name of a shipped ds_config.
         flag: the option that names the file, for messages.
         deepspeed: import DeepSpeed and let it look at the file too: for a run.
 
     Raises:
         ConfigError: the file is missing, is not JSON, or as :func:`checked` and :func:`ask_deepspeed`.
     """
+    path = find_ds_config(path, flag)
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror})") from None
     except ValueError as error:  # not JSON, or not UTF-8

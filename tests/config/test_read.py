@@ -6,6 +6,7 @@ import pytest
 
 from disco_ds.config.read import DS_CONFIGS, find_ds_config, read_run
 from disco_ds.config.schema import RunConfig, total_steps
+from disco_ds.engine.ds_schema import read_ds_config
 from disco_ds.errors import ConfigError
 from tests.helpers.ranks import ROOT
 
@@ -57,6 +58,7 @@ def test_a_ds_config_is_a_path_or_the_name_of_a_shipped_one(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert find_ds_config("zero2") == DS_CONFIGS / "zero2.json"
     assert find_ds_config(DS_CONFIGS / "zero1.json") == DS_CONFIGS / "zero1.json"
+    assert read_ds_config("zero3", deepspeed=False)["zero_optimization"]["stage"] == 3
     (tmp_path / "zero2").write_text("{}")
     assert find_ds_config("zero2").resolve() == tmp_path / "zero2"  # a file of the user's comes first
     for name in ("zero4", "ds_configs/zero3.json"):
