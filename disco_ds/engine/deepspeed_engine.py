@@ -17,7 +17,7 @@ from disco_ds.config.schema import OptimizerConfig
 from disco_ds.engine.buckets import fill_buckets
 from disco_ds.engine.ds_config import EngineConfig
 from disco_ds.engine.optimizer import build_optimizer
-from disco_ds.engine.temperature import clamp_temperatures, exact_temperatures, is_plain
+from disco_ds.engine.temperature import clamp_temperatures, exact_temperatures, has_no_masters
 from disco_ds.model.towers import TwoTowers
 
 log = logging.getLogger("disco_ds")
@@ -115,10 +115,12 @@ def update_or_skip(engine: Any) -> bool:
     The norm of the whole gradient is the same on all ranks, so all decide alike. DeepSpeed's optimizers decide by it
     themselves; at stage 0 in fp32 and under autocast, where it hands the step straight to torch, it is done here.
 
+    ``overflow`` is what DeepSpeed's ZeRO and bf16 optimizers say after a step (0.19.8).
+
     Returns:
         Whether the update was made.
     """
-    if is_plain(engine):
+    if has_no_masters(engine):
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
         engine.disco_grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not torch.isfinite(engine.disco_grad_norm):
@@ -131,4 +133,4 @@ def update_or_skip(engine: Any) -> bool:
 
 def gradient_norm(engine: Any) -> float:
     """Global 2-norm of the last step's averaged gradient, before clipping. Call after the step, on every rank."""
-    return float(engine.disco_grad_norm if is_plain(engine) else engine.get_global_grad_norm())
+    return float(engine.disco_grad_norm if has_no_masters(engine) else engine.get_global_grad_norm())

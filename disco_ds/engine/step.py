@@ -9,7 +9,7 @@ gradient for every parameter, and every rank calls the engine equally often, whi
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,16 +37,6 @@ class StepResult:
     """(b,) bool: pairs of this rank with a feature that is not finite."""
     skipped: bool = False
     """Whether all ranks left the update out, because the gradient was not finite. Known after the update only."""
-
-
-@dataclass
-class CachedGradients:
-    """Gradient of the loss for each of its inputs over the rank's whole batch; None where a tower is locked."""
-
-    image_features: Tensor | None
-    text_features: Tensor | None
-    logit_scale: Tensor
-    logit_bias: Tensor | None
 
 
 class RandomState:
@@ -96,7 +86,7 @@ class TrainStep:
         self.device = device
         self.on_host = on_host
         self.reuse_last = reuse_last
-        # DeepSpeed's wrapper for bf16 with fp32 accumulation at stage 1 has no such switch
+        # DeepSpeed's wrapper for bf16 with fp32 accumulation at stage 1 has no such switch (0.19.8)
         self.coalesced = reduce_once and hasattr(engine.optimizer, "_coalesce_grad_reduction")
         self.timer = PhaseTimer(device)
 
@@ -141,11 +131,12 @@ class TrainStep:
         with self.timer("forward"):
             states, outputs = self._encode_all(micro)
         with self.timer("loss"):
-            loss, gradients, bad_rows = self._cache_gradients(outputs)
+            loss, gradients, bad_rows = self._differentiate_loss(outputs)
         last = outputs[-1]
         del outputs
         after = RandomState(self.device)
-        with self.timer("backward"), self._reduction():
+        reduction = self.engine.coalesce_grad_reduction() if self.coalesced else nullcontext()
+        with self.timer("backward"), reduction:
             for index, (image, text) in enumerate(micro):
                 final = index == self.accumulation - 1
                 if not self.coalesced:
@@ -156,12 +147,9 @@ class TrainStep:
                     states[index].restore()
                     with frozen_statistics(self.engine.module):
                         out = self._encode_again(image, text, gradients)
-                self._drive_back(out, gradients, index)
+                self._backward(out, gradients, index)
         after.restore()
         return StepResult(loss, last.logit_scale.detach(), bad_rows)
-
-    def _reduction(self) -> AbstractContextManager:
-        return self.engine.coalesce_grad_reduction() if self.coalesced else nullcontext()
 
     def _encode_all(self, micro: list[tuple[Tensor, Tensor]]) -> tuple[list[RandomState], list[Features]]:
         states, outputs = [], []
@@ -171,8 +159,8 @@ class TrainStep:
                 outputs.append(self.engine(self._on_device(image), text))
         return states, outputs
 
-    def _cache_gradients(self, outputs: list[Features]) -> tuple[Tensor, CachedGradients, Tensor]:
-        """The loss on all features of the rank, its gradient for each of its inputs, and the rows not finite."""
+    def _differentiate_loss(self, outputs: list[Features]) -> tuple[Tensor, Features, Tensor]:
+        """The loss on all features of the rank, its gradients (None for a locked tower), and the rows not finite."""
         freeze, last = self.engine.module.freeze, outputs[-1]
         images = torch.cat([out.image_features.detach() for out in outputs if out.image_features is not None])
         texts = torch.cat([out.text_features.detach() for out in outputs if out.text_features is not None])
@@ -183,25 +171,22 @@ class TrainStep:
         loss = self.loss(images, texts, scale, bias)
         loss.backward()
         assert scale.grad is not None
-        gradients = CachedGradients(images.grad, texts.grad, scale.grad, None if bias is None else bias.grad)
+        gradients = Features(images.grad, texts.grad, scale.grad, None if bias is None else bias.grad)
         return loss.detach(), gradients, _not_finite(images, texts)
 
-    def _encode_again(self, image: Tensor, text: Tensor, gradients: CachedGradients) -> Features:
+    def _encode_again(self, image: Tensor, text: Tensor, gradients: Features) -> Features:
         return self.engine(
             None if gradients.image_features is None else self._on_device(image),
             None if gradients.text_features is None else text,
         )
 
-    def _drive_back(self, out: Features, gradients: CachedGradients, index: int) -> None:
+    def _backward(self, out: Features, gradients: Features, index: int) -> None:
         """Backward of sum(output * cached gradient)."""
         # logit_scale and bias belong to the whole batch: each micro-batch brings one k-th of their gradient
         total = (out.logit_scale * gradients.logit_scale).sum() / self.accumulation
         if out.logit_bias is not None and gradients.logit_bias is not None:
             total = total + (out.logit_bias * gradients.logit_bias).sum() / self.accumulation
-        for feature, gradient in (
-            (out.image_features, gradients.image_features),
-            (out.text_features, gradients.text_features),
-        ):
+        for feature, gradient in zip(out[:2], gradients[:2], strict=True):
             if feature is not None and gradient is not None:
                 total = total + (feature.float() * gradient.chunk(self.accumulation)[index].float()).sum()
         self.engine.backward(total)

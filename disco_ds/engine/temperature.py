@@ -1,8 +1,8 @@
 """logit_scale and logit_bias, exact in fp32 in every copy that a ZeRO stage keeps.
 
 DeepSpeed holds a parameter up to twice: the working copy that forward uses, and an fp32 master that the optimizer
-updates and that the working copy is made from after each step. Where the master lies differs by stage and precision;
-this file knows where.
+updates and that the working copy is made from after each step. Where the master lies differs by stage and precision:
+as read in deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from disco_ds.model.towers import TwoTowers
 NAMES = ("logit_scale", "logit_bias")
 
 
-def is_plain(engine: Any) -> bool:
+def has_no_masters(engine: Any) -> bool:
     """Whether the optimizer works on the parameters themselves: no ZeRO, no lower-precision copies."""
     return engine.zero_optimization_stage() == 0 and not engine.bfloat16_enabled()
 
@@ -54,7 +54,7 @@ def clamp_temperatures(engine: Any, values: dict[str, Tensor] | None = None) -> 
 
 def master_value(engine: Any, parameter: nn.Parameter) -> Tensor:
     """The fp32 value of a whole parameter, as the optimizer holds it. A collective: call it on every rank."""
-    if is_plain(engine):
+    if has_no_masters(engine):
         return parameter.detach().float()
     if engine.zero_optimization_stage() == 0:
         return _unpartitioned_master(engine, parameter).detach()
@@ -73,7 +73,7 @@ def set_value(engine: Any, parameter: nn.Parameter, value: Tensor) -> None:
             from deepspeed.utils import safe_set_full_fp32_param
 
             safe_set_full_fp32_param(parameter, value)
-        elif not is_plain(engine):
+        elif not has_no_masters(engine):
             _unpartitioned_master(engine, parameter).copy_(value)
         parameter.data.copy_(value)
 

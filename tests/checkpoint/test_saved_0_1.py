@@ -13,6 +13,7 @@ from tests.helpers.engines import build
 from tests.helpers.ranks import ROOT, run_ranks
 from tests.helpers.saved_runs import STEP, probe
 
+pytestmark = pytest.mark.ranks
 SAVED = ROOT / "tests" / "fixtures" / "saved_0.1"
 CASES = {"zero2": (2, "fp32"), "zero3-bf16": (3, "bf16")}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.helpers.ranks import ROOT, run_ranks
 from tests.helpers.runs import write_run
+
+pytestmark = pytest.mark.ranks
 
 
 def products_after_prepare(config, precisions):

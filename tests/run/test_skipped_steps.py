@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def counted(folder):
     """Five steps, all but the second left out, where two in a row are allowed."""
