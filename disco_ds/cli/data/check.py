@@ -30,9 +30,8 @@ def add(commands: Any) -> None:
         f"{EPILOG}\nexit status: 0 no fault, 1 faults or no sample at all, 2 the input is wrong",
     )
     add_shards(parser)
-    parser.add_argument(
-        "--fix", metavar="OUT", type=Path, help="write the good samples, unchanged, to shards in this folder"
-    )
+    fix = "write the good samples, unchanged, to shards in this folder"
+    parser.add_argument("--fix", metavar="OUT", type=Path, help=fix)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
     parser.set_defaults(run_command=run)
 
@@ -91,25 +90,24 @@ def table(report: Report, context: int | None) -> list[str]:
     """The lines of the answer."""
     found = as_json(report, context)
     bad = report.samples - report.good
+    share = f" ({bad / report.samples:.2%})" if bad else ""
     lines = [
         f"shards   {report.shards:,}",
-        f"samples  {report.samples:,}: {report.good:,} good, {bad:,} dropped"
-        + (f" ({bad / report.samples:.2%})" if bad else ""),
+        f"samples  {report.samples:,}: {report.good:,} good, {bad:,} dropped{share}",
     ]
-    if report.good:
-        size = report.image_bytes / report.good / 1000
-        names = ("width", "height", "shorter_side")
-        lines.append("images   pixels, least / median / greatest: " + ", ".join(
-            f"{name.replace('_', ' ')} {_three(found[name])}" for name in names
-        ))  # fmt: skip
-        modes = ", ".join(f"{mode} {count:,}" for mode, count in report.modes.most_common(8))
-        lines.append(f"         {modes}; {size:,.1f} kB each on average")
-        lines.append(f"captions {found['captions']:,}, characters {_three(found['characters'])}")
+    if not report.good:
+        lines.append("         nothing here can be trained on")
+    else:
+        sides = [f"{name.replace('_', ' ')} {_three(found[name])}" for name in ("width", "height", "shorter_side")]
+        modes = [f"{mode} {count:,}" for mode, count in report.modes.most_common(8)]
+        lines += [
+            f"images   pixels, least / median / greatest: {', '.join(sides)}",
+            f"         {', '.join(modes)}; {report.image_bytes / report.good / 1000:,.1f} kB each on average",
+            f"captions {found['captions']:,}, characters {_three(found['characters'])}",
+        ]
         if context is not None:
             cut = f"{found['truncated']:,} ({found['truncated'] / max(1, found['captions']):.1%})"
             lines.append(f"         tokens {_three(found['tokens'])}, the context is {context}: {cut} are cut")
-    else:
-        lines.append("         nothing here can be trained on")
     lines.append(f"faults   {report.faults.total():,}" if report.faults else "faults   none")
     width = len(f"{max(report.faults.values(), default=0):,}")
     for kind, count in report.faults.most_common():

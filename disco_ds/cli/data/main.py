@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,11 +50,8 @@ def _parser() -> Parser:
         description="Build the embedded default if it is not there yet, and print where it lies.",
         epilog="examples:\ndisco-data demo --cache /data/cache",
     )
-    demo.add_argument(
-        "--cache",
-        type=Path,
-        help="folder to build in (default: $DISCO_DS_CACHE, $XDG_CACHE_HOME/disco_ds, ~/.cache/disco_ds)",
-    )
+    cache = "folder to build in (default: $DISCO_DS_CACHE, $XDG_CACHE_HOME/disco_ds, ~/.cache/disco_ds)"
+    demo.add_argument("--cache", type=Path, help=cache)
     demo.set_defaults(run_command=_demo)
     return parser
 
@@ -63,19 +59,14 @@ def _parser() -> Parser:
 def _demo(arguments: argparse.Namespace) -> int:
     from disco_ds.data.demo import demo_shards
 
-    started = time.monotonic()
     shards = demo_shards(arguments.cache)
     folder = Path(shards.train[0]).parent
-    print(f"{folder}: {len(shards.train)} shards to train on, {len(shards.val)} held out ({_took(started)})")
+    print(f"{folder}: {len(shards.train)} shards to train on, {len(shards.val)} held out")
     print(f"train    {folder}/train-{{00000..{len(shards.train) - 1:05d}}}.tar")
     print(f"val      {folder}/val-{{00000..{len(shards.val) - 1:05d}}}.tar")
     print(f"classes  {', '.join(shards.classes)}")
     print(f"licence  CC BY-SA 4.0, see {folder}/ATTRIBUTION.txt")
     return 0
-
-
-def _took(started: float) -> str:
-    return f"{time.monotonic() - started:.1f} s"
 
 
 if __name__ == "__main__":

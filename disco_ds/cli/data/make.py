@@ -41,36 +41,18 @@ def add(commands: Any) -> None:
     add = parser.add_argument
     add("source", metavar="SOURCE", type=Path, help=f"folder of images, or a file ending in {' '.join(TABLES)}")
     add("out", metavar="OUT", type=Path, help="folder for the shards: empty, or one that make began")
-    add(
-        "--captions",
-        choices=["beside", "folder"],
-        default="beside",
-        help="folder: .txt beside each image (default), or its folder is its class",
-    )
-    add(
-        "--template",
-        default=Options.template,
-        metavar="TEXT",
-        help="caption of a class, with {} for its name (default: %(default)s)",
-    )
+    captions = "folder: .txt beside each image (default), or its folder is its class"
+    add("--captions", choices=["beside", "folder"], default="beside", help=captions)
+    template = "caption of a class, with {} for its name (default: %(default)s)"
+    add("--template", default=Options.template, metavar="TEXT", help=template)
     add("--image-column", metavar="NAME", help="table: paths or encoded images (default: image, path, filename, …)")
     add("--caption-column", metavar="NAME", help="table: captions (default: caption, text, title, …)")
     add("--image-root", metavar="DIR", help="table: folder that its paths start from (default: the table's)")
-    add(
-        "--samples-per-shard",
-        type=positive,
-        default=Options.samples_per_shard,
-        metavar="N",
-        help="(default: %(default)s)",
-    )
-    add(
-        "--val-fraction",
-        type=_fraction,
-        default=0.0,
-        metavar="F",
-        help="share held out in val-….tar, by a hash of the image's name",
-    )
-    add("--workers", type=positive, default=cores(), metavar="N", help="processes (default: all cores)")
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    add("--samples-per-shard", **number, default=Options.samples_per_shard, help="(default: %(default)s)")
+    held_out = "share held out in val-….tar, by a hash of the image's name"
+    add("--val-fraction", type=_fraction, default=0.0, metavar="F", help=held_out)
+    add("--workers", **number, default=cores(), help="processes (default: all cores)")
     parser.set_defaults(run_command=run)
 
 

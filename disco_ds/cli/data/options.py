@@ -19,26 +19,14 @@ _GIVEN_ELSEWHERE = ("data.train", "data.val", "data.weights", "model.name")
 
 def add_shards(parser: argparse.ArgumentParser, workers: bool = True) -> None:
     """The arguments that say what is read and how."""
-    parser.add_argument(
-        "shards",
-        nargs="*",
-        metavar="SHARDS",
-        help="tar file, folder, glob, brace list, .txt list, URL or pipe:, as data.train",
-    )
-    parser.add_argument(
-        "--run", metavar="FILE", help="read as this run does (its config.yaml); without SHARDS, its data"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        dest="model.name",
-        default=argparse.SUPPRESS,
-        help="open_clip model: its tokenizer and image transform",
-    )
+    add = parser.add_argument
+    shards = "tar file, folder, glob, brace list, .txt list, URL or pipe:, as data.train"
+    add("shards", nargs="*", metavar="SHARDS", help=shards)
+    add("--run", metavar="FILE", help="read as this run does (its config.yaml); without SHARDS, its data")
+    model = "open_clip model: its tokenizer and image transform"
+    add("--model", metavar="NAME", dest="model.name", default=argparse.SUPPRESS, help=model)
     if workers:
-        parser.add_argument(
-            "--workers", type=positive, default=cores(), metavar="N", help="processes (default: all cores)"
-        )
+        add("--workers", type=positive, default=cores(), metavar="N", help="processes (default: all cores)")
     for name, option in OPTIONS.items():
         if name.startswith(("data.", "model.")) and name not in _GIVEN_ELSEWHERE:
             add_option(parser, name, option, help=argparse.SUPPRESS)

@@ -35,13 +35,8 @@ def add(commands: Any) -> None:
     )
     add_shards(parser, workers=False)
     add = parser.add_argument
-    add(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        required=True,
-        help="picture to write; its ending decides the format (.png, .jpg, …)",
-    )
+    out = "picture to write; its ending decides the format (.png, .jpg, …)"
+    add("--out", metavar="FILE", type=Path, required=True, help=out)
     add("--count", type=positive, default=16, metavar="N", help="images (default: %(default)s)")
     add("--evaluation", action="store_true", help="the transform of evaluation, and the run's held-out data")
     add("--seed", type=int, default=0, metavar="N", help="which samples, and their augmentation (default: %(default)s)")
