@@ -319,3 +319,7 @@ def test_a_program_ends_though_its_workers_are_alive(shards, tmp_path):
 
 def failing_tokenizer(texts):
     raise RuntimeError("tokenizer broke")
+
+
+def test_a_run_file_of_release_0_1_may_name_its_indices(shards):
+    assert data_config(shards, index="/indices") == data_config(shards)
