@@ -1,14 +1,19 @@
 # make train   set up .venv, build the embedded data set, train on it with DeepSpeed ZeRO-2
-# make test    the same set-up with the test extras, then the whole test suite
+# make test    the same set-up with the test extras, then the test suite: ten minutes on two cores
+# make quick   the linters, and the tests that start no ranks and break nothing: a verdict in a minute and a half
+# make slow    the long forms of tests that the suite has in short
+# make seeds   every test that draws its seed, fifty times (ARGS="-k ..." for some of them)
 # make browser Chromium from the system's packages, where there is none, for the tests that open a report
 # make docs    the documentation as a site, in site/
-# make lint    ruff (rules and formatting) and mypy
+# make lint    ruff (rules and formatting), mypy, and the layers of packages
 # ARGS goes to launch/train.py or pytest: make train ARGS="--optimizer.lr 5e-4"; make test ARGS="-k stream"
 
 PYTHON ?= python3
 BIN := .venv/bin
 DS_CONFIG ?= ds_configs/zero2.json
 ARGS ?=
+# two workers: one's ranks compute while the other's wait
+TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 SHELL := /bin/bash
 
 # all GPUs where there are some; else two CPU ranks of one thread each
@@ -18,14 +23,23 @@ else
 LAUNCH := $(BIN)/deepspeed -q
 endif
 
-.PHONY: train test browser docs lint format clean
+.PHONY: train test quick slow seeds browser docs lint format clean
 
 train: .venv/installed-demo
 	@run=demo; n=2; while [ -f runs/$$run/result.json ]; do run=demo-$$n; n=$$((n + 1)); done; \
 	set -x; $(LAUNCH) launch/train.py --ds_config $(DS_CONFIG) --name $$run $(ARGS)
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(TESTS) -m "not slow" $(ARGS)
+
+quick: lint
+	$(TESTS) -m "not slow and not ranks and not faults" $(ARGS)
+
+slow: .venv/installed-dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+seeds: .venv/installed-dev
+	$(BIN)/python -m pytest -m "draws and not slow" --seeds 50 $(ARGS)
 
 # only where it can be had without asking: elsewhere those tests are skipped, and say why
 browser:
@@ -43,6 +57,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

@@ -35,10 +35,13 @@ def seed(request):
 
 
 def pytest_collection_modifyitems(items):
-    """Marks by place: files of ranks, tests of the runs that ranks saved, the faults."""
+    """Marks by place and by fixture: files of ranks, tests of the runs that ranks saved, drawn seeds, the faults."""
     for item in items:
-        if item.path.stem.endswith("ranks") or "saved" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if item.path.stem.endswith("ranks") or "saved" in fixtures:
             item.add_marker("ranks")
+        if "seed" in fixtures:
+            item.add_marker("draws")
         if item.path.parent.name == "faults":
             item.add_marker("faults")
 

@@ -23,7 +23,7 @@ import yaml
 from disco_ds.cli import plan as plan_command
 from disco_ds.cli.train import parse
 from disco_ds.config.read import find_ds_config
-from tests.helpers.ranks import ROOT, rank_environment
+from tests.helpers.ranks import ROOT, user_environment
 from tests.helpers.shards import image_bytes
 from tests.helpers.tiny import TINY
 
@@ -131,9 +131,8 @@ def test_the_site_has_every_page():
 def run(folder: Path, command: str, expected: int = 0) -> str:
     words = shlex.split(command)
     program = [sys.executable] if words[0] == "python" else [str(BIN / words[0])]
-    environment = {k: v for k, v in rank_environment(0, 1).items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [*program, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        [*program, *words[1:]], cwd=folder, env=user_environment(), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == expected, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -172,6 +171,7 @@ def recipe(tmp_path_factory):
     return folder
 
 
+@pytest.mark.ranks
 def test_the_first_recipe(recipe):
     assert (recipe / "sheet.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (recipe / "runs" / "photos" / "report.html").read_text()
@@ -188,6 +188,7 @@ OWN = [
 
 
 @pytest.mark.parametrize(("command", "page"), OWN, ids=[f"{page}: {command[:60]}" for command, page in OWN])
+@pytest.mark.ranks
 def test_a_command_runs(recipe, command, page):
     """The commands of the other pages that need no GPU, on the recipe's data and run."""
     (newest,) = (path.name for path in (recipe / "runs" / "clip" / "checkpoints").iterdir() if path.is_dir())

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.engines import BATCH, build, gradient_error, own_rows, reference_gradients
+from tests.helpers.engines import BATCH, NARROW, build, gradient_error, own_rows, reference_gradients, rounding_error
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import TINY_VOCAB, tiny_batch
+from tests.helpers.tiny import tiny_batch
 
 POLICIES = ("none", "full", "every:2", "ops", "offload")
 
@@ -63,20 +63,23 @@ def precision_and_models(seed):
         engine.destroy()
 
     plain = reference_gradients("none", images, texts)[1]
-    for stage in (0, 1, 2, 3):
-        for accumulation in (1, 4):
-            for precision in ("bf16", "amp"):
-                options = {"stage": stage, "accumulation": accumulation, "precision": precision}
-                case(options, 0.05, plain, floor=1.0, **options)
+    # At the start all features are close together and their gradient is a small difference: bf16 puts it off by one to
+    # eight percent, with the batch, alike in all parameters; the embedding of tokens has two thirds of the norm and
+    # shows it first. That is the dtype's doing: without engine and ranks it is the same. What an engine may add is
+    # another order of sums, and bf16's reduction over ranks.
+    limits = {precision: 1.5 * rounding_error(plain, images, texts, precision) for precision in ("bf16", "amp")}
+    for stage, accumulation, precision in itertools.product((0, 1, 2, 3), (1, 4), limits):
+        options = {"stage": stage, "accumulation": accumulation, "precision": precision}
+        case(options, limits[precision], plain, floor=1.0, **options)
     seeds = [1000 + rank for rank in range(world_size)]
-    dropped = {**TINY_VOCAB, "vision_cfg": {**TINY_VOCAB["vision_cfg"], "patch_dropout": 0.5}}
+    dropped = {**NARROW, "vision_cfg": {**NARROW["vision_cfg"], "patch_dropout": 0.5}}
     for accumulation in (1, 2, 4):
         chunks = BATCH // world_size // accumulation
         expected = reference_gradients("none", images, texts, config=dropped, chunks=chunks, seeds=seeds)[1]
         for stage, policy in ((0, "none"), (2, "full"), (3, "none"), (3, "ops")):
             options = {"stage": stage, "accumulation": accumulation, "policy": policy, "dropout": 0.5}
             case(options, 2e-5, expected, before=seeds, **options)
-    biased = {**TINY_VOCAB, "init_logit_bias": -2.0}
+    biased = {**NARROW, "init_logit_bias": -2.0}
     expected = reference_gradients("none", images, texts, bias=-2.0)[1]
     for stage, accumulation in itertools.product((0, 2, 3), (1, 2)):
         options = {"stage": stage, "accumulation": accumulation, "loss": "sigmoid"}

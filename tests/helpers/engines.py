@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from unittest import mock
 
 import open_clip
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from tests.helpers.tiny import TINY_VOCAB
 
 BATCH = 48
+NARROW = {
+    "embed_dim": 32,
+    "vision_cfg": {**TINY_VOCAB["vision_cfg"], "width": 32, "head_width": 16},
+    "text_cfg": {**TINY_VOCAB["text_cfg"], "width": 32},
+}
+"""The towers of engines, where a test names no others: what costs here is the number of operations and buckets."""
 
 
-def reference_gradients(freeze, images, texts, *, config=TINY_VOCAB, chunks=None, bias=None, seeds=None):
+def reference_gradients(freeze, images, texts, *, config=NARROW, chunks=None, bias=None, seeds=None):
     """Name → gradient in float64: open_clip's model and open_clip's loss, one process, no engine.
 
     ``chunks``: the batch is encoded in pieces of so many pairs, each after the random state of its rank; ``seeds`` are
@@ -42,7 +51,35 @@ def reference_gradients(freeze, images, texts, *, config=TINY_VOCAB, chunks=None
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def build(stage, *, accumulation=1, policy="none", freeze="none", config=TINY_VOCAB, precision="fp32", loss="one_block",
+def rounding_error(expected, images, texts, precision):
+    """The largest error that ``precision`` alone makes in a parameter's gradient, over the norm of the whole gradient.
+
+    It is that of open_clip's model in one process, without an engine: whole and in four pieces, whose bf16 gradients
+    are added up, and with linear layers whose bias is added at once or after the product has been rounded, as ZeRO 3's.
+    """
+    norm = math.sqrt(sum(float(g.norm()) ** 2 for g in expected.values()))
+    worst = 0.0
+    for pieces, linear in itertools.product((1, 4), (F.linear, _linear_in_two_steps)):
+        torch.manual_seed(0)
+        model = open_clip.model.CLIP(**NARROW).train()
+        model = model.bfloat16() if precision == "bf16" else model
+        with mock.patch.object(F, "linear", linear), torch.autocast("cpu", torch.bfloat16, precision == "amp"):
+            dtype = model.logit_scale.dtype
+            chunks = zip(images.to(dtype).chunk(pieces), texts.chunk(pieces), strict=True)
+            outputs = [model(image, text) for image, text in chunks]
+        features = [torch.cat([out[i] for out in outputs]).float() for i in (0, 1)]
+        open_clip.loss.ClipLoss()(*features, outputs[0][2].float()).backward()
+        for name, parameter in model.named_parameters():
+            worst = max(worst, float((parameter.grad.double() - expected[name]).norm()) / norm)
+    return worst
+
+
+def _linear_in_two_steps(x, weight, bias=None):
+    product = x @ weight.t()
+    return product if bias is None else product + bias.to(product.dtype)
+
+
+def build(stage, *, accumulation=1, policy="none", freeze="none", config=NARROW, precision="fp32", loss="one_block",
           dropout=None, zero=None, optimizer=None, by_deepspeed=None, **step_options):  # fmt: skip
     """A DeepSpeed engine and a TrainStep over it, through the project's own functions.
 

@@ -35,7 +35,7 @@ def write_run(folder: Path, **fields: Any) -> Path:
         "model": {"name": str(folder / "tiny.json")},
         "data": {"train": str(folder / "train"), "workers": 0},
         "optimizer": {"lr": 1e-3}, "schedule": {"kind": "constant", "warmup_steps": 0},
-        "checkpoint": {"every_steps": 4, "keep": 2}, "logging": {"every_steps": 1}, "timeout_minutes": 0.25,
+        "checkpoint": {"every_steps": 4, "keep": 2}, "logging": {"every_steps": 1}, "timeout_minutes": 2,
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump({**run, **fields}))
     return folder / "run.yaml"

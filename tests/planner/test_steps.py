@@ -17,21 +17,33 @@ from disco_ds.planner.models import ModelSource
 from disco_ds.planner.tracing.storages import LiveStorages
 from tests.helpers.ranks import ROOT, run_ranks
 
+pytestmark = pytest.mark.ranks
 TOLERANCE = 0.03
 MIDGET = {
     "embed_dim": 64,
     "vision_cfg": {"layers": 4, "width": 128, "head_width": 64, "patch_size": 8, "image_size": 32},
     "text_cfg": {"context_length": 16, "vocab_size": 1000, "width": 128, "heads": 4, "layers": 4},
 }
-FULL = [(policy, cuts) for policy in ("none", "full", "every:2") for cuts in (1, 3)]
-# stage 3 comes last: it leaves torch's linear function patched for the rest of the process
-TINY_CASES = [(stage, "fp32", *case) for stage in (0, 2) for case in FULL]
-TINY_CASES += [(1, "fp32", "none", 1), (1, "fp32", "full", 3)]
-TINY_CASES += [(stage, "bf16", "none", cuts) for stage in (0, 2) for cuts in (1, 3)]
-TINY_CASES += [(stage, "amp", "none", 1) for stage in (0, 2)]
-TINY_CASES += [(3, "fp32", *case) for case in FULL] + [(3, "bf16", "none", 1)]
-# each stage, each policy, whole and cached once: a step of these models takes seconds (docs/planner.md has all cases)
-LARGE_CASES = [(0, "fp32", "full", 1), (2, "fp32", "none", 2), (3, "fp32", "every:2", 1)]
+MIDGET_RESNET = {**MIDGET, "vision_cfg": {"layers": [1, 1, 1, 1], "width": 32, "image_size": 64, "patch_size": None}}
+
+
+def tiny_cases(plans: list, halves: list) -> list:
+    """(stage, precision, policy, micro-batches) at every stage; ``plans`` are policies and cuts, ``halves`` bf16's."""
+    cases = [(stage, "fp32", *plan) for stage in (0, 2) for plan in plans]
+    cases += [(1, "fp32", "none", 1), (1, "fp32", "full", 3)]
+    cases += [(stage, "bf16", "none", cuts) for stage, cuts in halves]
+    cases += [(stage, "amp", "none", 1) for stage in (0, 2)]
+    # stage 3 comes last: it leaves torch's linear function patched for the rest of the process
+    return [*cases, *((3, "fp32", *plan) for plan in plans), (3, "bf16", "none", 1)]
+
+
+TINY_CASES = tiny_cases(
+    [(policy, cuts) for policy in ("none", "full", "every:2") for cuts in (1, 3)],
+    [(stage, cuts) for stage in (0, 2) for cuts in (1, 3)],
+)
+SHORT_CASES = tiny_cases([("none", 1), ("full", 3), ("every:2", 1)], [(0, 3), (2, 1)])
+# each stage, each policy, whole and cached once (docs/planner.md has all cases of RN50 and ViT-B-32)
+OTHER_CASES = [(0, "fp32", "full", 1), (2, "fp32", "none", 2), (3, "fp32", "every:2", 1)]
 
 
 def run_config(model: dict, case: tuple, micro: int) -> tuple[RunConfig, dict]:
@@ -101,9 +113,11 @@ def planned_peak(source: ModelSource, model: dict, case: tuple, micro: int) -> t
 @pytest.mark.parametrize(
     ("model", "cases", "micro"),
     [
-        pytest.param({"name": "tiny", "config": MIDGET}, TINY_CASES, 24, id="tiny"),
-        pytest.param({"name": "RN50"}, LARGE_CASES, 4, id="RN50"),
-        pytest.param({"name": "ViT-B-32"}, LARGE_CASES, 4, id="ViT-B-32"),
+        pytest.param({"name": "tiny", "config": MIDGET}, SHORT_CASES, 24, id="tiny-short"),
+        pytest.param({"name": "tiny", "config": MIDGET}, TINY_CASES, 24, id="tiny", marks=pytest.mark.slow),
+        pytest.param({"name": "tiny", "config": MIDGET_RESNET}, OTHER_CASES, 48, id="tiny-resnet"),
+        pytest.param({"name": "RN50"}, OTHER_CASES, 4, id="RN50", marks=pytest.mark.slow),
+        pytest.param({"name": "ViT-B-32"}, OTHER_CASES, 4, id="ViT-B-32", marks=pytest.mark.slow),
     ],
 )
 def test_a_real_step_takes_what_was_planned(model, cases, micro):

@@ -1,6 +1,6 @@
 """launch/train.py as a user starts it: the launchers, the ZeRO stages, resuming, signals, and what mistakes are told.
 
-Each case is a real program with real ranks, so there are few of them and each looks at much.
+Each launcher is a real program with real ranks once; what does not depend on it is seen on forked ranks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,93 +16,70 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.ranks import ROOT
-from tests.helpers.shards import make_shards
+from tests.helpers.ranks import ROOT, free_port, user_environment
+from tests.helpers.runs import TIMEOUT_S, ds_config, losses, train, write_run
 from tests.helpers.tiny import TINY
 
+pytestmark = pytest.mark.ranks
 BIN = Path(sys.executable).parent
-TIMEOUT_S = 240
+CONSTANT = ["--schedule.kind", "constant", "--schedule.warmup_steps", "1"]
+"""A learning rate that does not depend on the number of steps."""
+LAUNCHERS = {
+    "python": [sys.executable],
+    "deepspeed": [str(BIN / "deepspeed"), "-q", "--num_accelerators=2", "--master_port={port}"],
+    "torchrun": [str(BIN / "torchrun"), "--nproc_per_node=2", "--master_port={port}"],
+}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Folder with train and val shards, a model and a run file."""
+def config(tmp_path_factory):
+    """The run file of six steps with an evaluation."""
     folder = tmp_path_factory.mktemp("data")
-    make_shards(folder / "train", [40, 30, 50, 20])
-    make_shards(folder / "val", [21, 12], start=500)
+    data = {"train": str(folder / "train"), "val": str(folder / "val"), "workers": 0}
+    config = write_run(folder, steps=6, data=data, checkpoint={"every_steps": 3}, schedule={})
     (folder / "tiny.json").write_text(json.dumps(TINY))
-    run = {
-        "name": "run",
-        "steps": 6,
-        "global_batch": 24,
-        "model": {"name": str(folder / "tiny.json")},
-        "data": {"train": str(folder / "train"), "val": str(folder / "val"), "workers": 0},
-        "optimizer": {"lr": 1e-3},
-        "checkpoint": {"every_steps": 3},
-        "logging": {"every_steps": 1},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(run))
-    return folder
+    return config
 
 
-def environment():
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    return {**env, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def command(launcher, ranks, *arguments):
-    script = [str(ROOT / "launch" / "train.py"), *arguments]
-    if launcher == "python":
-        return [sys.executable, *script]
-    if launcher == "torchrun":
-        return [str(BIN / "torchrun"), f"--nproc_per_node={ranks}", f"--master_port={free_port()}", *script]
-    return [str(BIN / "deepspeed"), "-q", f"--num_accelerators={ranks}", f"--master_port={free_port()}", *script]
-
-
-def start(data, runs, launcher, ranks, *arguments):
-    full = command(launcher, ranks, "--config", str(data / "run.yaml"), "--runs_dir", str(runs), *arguments)
+def start(config, runs, launcher, *arguments):
+    launch = [word.format(port=free_port()) for word in LAUNCHERS[launcher]]
+    command = [*launch, str(ROOT / "launch" / "train.py"), "--config", str(config), "--runs_dir", str(runs)]
     return subprocess.Popen(
-        full, cwd=runs, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
+        [*command, *arguments], cwd=runs, env=user_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 
-def finish(process, code=0):
+def finish(process):
+    """What it printed, once it has ended."""
     try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        return process.communicate(timeout=TIMEOUT_S)[0]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"still running after {TIMEOUT_S} s:\n{output}") from None
-    assert process.returncode == code or (code and process.returncode), f"exit {process.returncode}:\n{output}"
-    return output
+        raise AssertionError(f"still running after {TIMEOUT_S} s:\n{process.communicate()[0]}") from None
 
 
-def train(data, runs, launcher, ranks, *arguments, code=0):
-    return finish(start(data, runs, launcher, ranks, *arguments), code)
-
-
-def losses(runs, name="run"):
-    lines = (runs / name / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
-
-
-def stage(number):
-    return ["--ds_config", str(ROOT / "ds_configs" / f"zero{number}.json")]
+def on_ranks(config, runs, ranks, *arguments, code=0):
+    """A run on forked ranks; what they printed."""
+    return train(config, ranks, "--runs_dir", str(runs), *arguments, code=code)
 
 
 @pytest.fixture(scope="module")
-def plain(data, tmp_path_factory):
+def plain(config, tmp_path_factory):
     """The run that the others are compared with: one process, ZeRO 2, started as plain Python."""
     runs = tmp_path_factory.mktemp("plain")
-    output = train(data, runs, "python", 1, *stage(2))
+    process = start(config, runs, "python", *ds_config(2))
+    output = finish(process)
+    assert process.returncode == 0, output
     return runs, output
+
+
+@pytest.fixture(scope="module")
+def constant(config, tmp_path_factory):
+    """The losses of the same run at a constant learning rate."""
+    runs = tmp_path_factory.mktemp("constant")
+    on_ranks(config, runs, 2, *ds_config(2), *CONSTANT)
+    return losses(runs)
 
 
 def test_a_run_leaves_what_it_promises(plain):
@@ -139,84 +115,84 @@ def test_the_docs_tell_of_every_file_and_number(plain):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ranks", "arguments"),
+    ("ranks", "arguments"),
     [
-        ("deepspeed", 2, stage(0)),
-        ("torchrun", 2, [*stage(3), "--micro_batch", "4"]),
-        ("deepspeed", 2, [*stage(2), "--micro_batch", "6", "--data.workers", "1"]),
-        ("torchrun", 4, stage(1)),
-        (
-            "torchrun",
-            2,
-            ["--ds_config", str(ROOT / "ds_configs" / "zero3_offload.json"), "--model.checkpointing", "full"],
-        ),
+        (2, ds_config(0)),
+        (2, [*ds_config(3), "--micro_batch", "4"]),
+        (2, [*ds_config(2), "--micro_batch", "6", "--data.workers", "1"]),
+        (4, ds_config(1)),
+        (2, [*ds_config("zero3_offload"), "--model.checkpointing", "full"]),
     ],
-    ids=["deepspeed-zero0", "torchrun-zero3-cached", "deepspeed-zero2-cached", "torchrun-4-zero1", "zero3-offload"],
+    ids=["zero0", "zero3-cached", "zero2-cached", "4-zero1", "zero3-offload"],
 )
-def test_the_loss_is_the_same_however_it_is_run(data, plain, tmp_path, launcher, ranks, arguments):
-    """Same seed: same initial weights and same global batches on any number of ranks, stage, micro-batch, launcher."""
-    train(data, tmp_path, launcher, ranks, *arguments)
+def test_the_loss_is_the_same_however_it_is_run(config, plain, tmp_path, ranks, arguments):
+    """Same seed: same initial weights and same global batches on any number of ranks, stage, micro-batch."""
+    on_ranks(config, tmp_path, ranks, *arguments)
     expected, found = losses(plain[0]), losses(tmp_path)
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_resuming_goes_on_as_if_nothing_had_happened(data, plain, tmp_path):
-    train(data, tmp_path, "torchrun", 2, *stage(2), "--steps", "4", "--schedule.kind", "constant")
+def test_resuming_goes_on_as_if_nothing_had_happened(config, constant, tmp_path):
+    on_ranks(config, tmp_path, 2, *ds_config(2), "--steps", "4", *CONSTANT)
     before = losses(tmp_path)
-    output = train(data, tmp_path, "torchrun", 2, *stage(2), "--schedule.kind", "constant")
+    output = on_ranks(config, tmp_path, 2, *ds_config(2), *CONSTANT)
     assert "going on from step-00000004" in output
     resumed = losses(tmp_path)
-    train(data, tmp_path, "torchrun", 2, *stage(2), "--schedule.kind", "constant", "--name", "unbroken")
     assert {k: v for k, v in resumed.items() if k <= 4} == before
-    assert resumed == losses(tmp_path, "unbroken")  # to the last bit
+    assert resumed == constant  # to the last bit
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_sigterm_saves_and_the_same_command_goes_on(data, tmp_path, launcher):
-    """As a scheduler sends it, to all processes: ranks, loader workers and the launcher too."""
-    process = start(
-        data, tmp_path, launcher, 2, *stage(2), "--steps", "100000", "--checkpoint.every_steps", "100000",
-        "--data.workers", "1",
-    )  # fmt: skip
-    metrics = tmp_path / "run" / "metrics.jsonl"
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [("deepspeed", [*ds_config(2), "--micro_batch", "6"]), ("torchrun", [*ds_config(3), "--micro_batch", "4"])],
+    ids=["deepspeed-zero2-cached", "torchrun-zero3-cached"],
+)
+def test_launchers_train_and_sigterm_saves(config, constant, tmp_path, launcher, arguments):
+    """As a scheduler sends it, to all processes: ranks, loader workers and the launcher too. Then the run goes on."""
+    arguments = [*arguments, *CONSTANT, "--checkpoint.every_steps", "100000"]
+    process = start(config, tmp_path, launcher, *arguments, "--steps", "100000", "--data.workers", "1")
     deadline = time.monotonic() + TIMEOUT_S
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        assert process.poll() is None, process.communicate()[0]
+    while len(losses(tmp_path)) < 3:
+        assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGTERM)
-    output = finish(process, code=1)  # the launchers themselves report that they were told to stop
+    output = finish(process)
+    assert process.returncode, output  # the launchers themselves report that they were told to stop
     assert "stopped by SIGTERM" in output, output
     saved = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert len(saved) == 1, saved
     step = int(saved[0].removeprefix("step-"))
     assert step >= 3
-    output = train(data, tmp_path, "torchrun", 2, *stage(2), "--steps", str(step + 2))
+    output = on_ranks(config, tmp_path, 2, *arguments, "--steps", str(step + 2))
     assert f"going on from {saved[0]}" in output
-    assert max(losses(tmp_path)) == step + 2
+    found = losses(tmp_path)
+    assert max(found) == step + 2
+    common = found.keys() & constant.keys()
+    assert len(common) >= 5
+    assert [found[k] for k in sorted(common)] == pytest.approx([constant[k] for k in sorted(common)], abs=1e-4)
 
 
-def test_mistakes_end_early_with_one_line(data, plain, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data.train", "nowhere.tar"], ["data.train"]),
+        (["--global_batch", "25"], ["global batch 25"]),
+        (["--data.caption_key", "json:caption"], ["txt", "png"]),  # the keys that were seen
+        (["--model.name", "ViT-B-99"], ["ViT-B-99"]),
+    ],
+)
+def test_mistakes_end_early_with_one_line(config, tmp_path, arguments, words):
     """On two ranks, the message once, no traceback, and nothing on disk."""
-    (tmp_path / "empty").mkdir()
-    cases = {
-        "data.train": ["--data.train", str(tmp_path / "nowhere.tar")],
-        "global batch 25": ["--global_batch", "25"],
-        "captions": ["--data.caption_key", "json:caption"],
-        "ViT-B-99": ["--model.name", "ViT-B-99"],
-    }
-    for word, arguments in cases.items():
-        output = train(data, tmp_path, "torchrun", 2, *arguments, code=2)
-        errors = [line for line in output.splitlines() if line.startswith("error:")]
-        assert len(errors) == 1, output
-        assert word in output or word == "captions", output
-        if word == "captions":
-            assert "txt" in output, output  # the keys that were seen
-            assert "png" in output, output
-        assert f'File "{ROOT / "disco_ds"}' not in output, output  # (torchrun adds a traceback of its own)
-        assert not (tmp_path / "run").exists()
-    output = train(data, plain[0], "python", 1, "--resume", "never", code=2)
-    assert "error: resume is never" in output
-    output = train(data, plain[0], "torchrun", 2, *stage(0), code=2)
-    assert "was saved at ZeRO stage 2, the ds_config says 0" in output
+    output = on_ranks(config, tmp_path, 2, *arguments, code=2)
+    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, output
+    assert all(word in output for word in words), output
+    assert "Traceback" not in output, output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_another_run_has(config, plain):
+    assert "error: resume is never" in on_ranks(config, plain[0], 1, "--resume", "never", code=2)
+    assert "was saved at ZeRO stage 2, the ds_config says 0" in on_ranks(config, plain[0], 2, *ds_config(0), code=2)
