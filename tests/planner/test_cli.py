@@ -135,23 +135,13 @@ def test_a_ds_config_decides_stage_buckets_and_batch(capsys, tmp_path):
     assert "--zero is 1" in err
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"bf16": True}, ["ds.json", "bf16", '{"enabled": "auto"}']),
-        (
-            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}},
-            ["reduce_bucket_size", "5e8 without quotes"],
-        ),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": None}}, []),
-    ],
-)
-def test_a_ds_config_is_checked_as_a_run_checks_it(capsys, tmp_path, content, words):
+def test_a_ds_config_is_checked_as_a_run_checks_it(capsys, tmp_path):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
-    status, _, err = run(capsys, "--gpus", "8", "--mem", "40G", "--ds-config", str(path))
-    assert status == (2 if words else 0), err
-    assert all(word in err for word in words), err
+    for content, words in (({"bf16": True}, ["bf16: expected an object", "ds.json"]), ({"bf16": None}, [])):
+        path.write_text(json.dumps(content))
+        status, _, err = run(capsys, "--gpus", "8", "--mem", "40G", "--ds-config", str(path))
+        assert status == (2 if words else 0), err
+        assert all(word in err for word in words), err
 
 
 @pytest.mark.parametrize("extra", [(), ("--zero", "3"), ("--precision", "amp", "--micro-batch", "512"),
