@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from typing import Any
 
 import torch
@@ -11,11 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KINDS = ("random", "trained", "converged", "anisotropic", "mixed", "identical", "duplicated")
-
-
-def fresh_seed() -> int:
-    """A new seed each time; LOSS_SEED repeats one that a failing test has shown."""
-    return int(os.environ.get("LOSS_SEED") or secrets.randbelow(2**31))
 
 
 def make_features(

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from disco_ds import ClipLoss, ContrastiveLoss, SigmoidLoss, build_loss, contrastive_loss
 from tests.helpers.loss_reference import (
     clip_reference,
-    fresh_seed,
     leaves,
     make_features,
     relative_error,
@@ -32,35 +31,32 @@ def errors_of(loss_of, kind, seed, pairs=1024, width=512, dtype=torch.float32, l
 
 
 @pytest.mark.parametrize("kind", ["random", "anisotropic", "converged"])
-def test_gradients_are_as_good_as_float32_allows(kind):
+def test_gradients_are_as_good_as_float32_allows(kind, seed):
     """At most 1e-5, or half as much again as open_clip's where that is less. It loses all digits near convergence."""
-    seed = fresh_seed()
     bound = 1e-5 if kind == "converged" else min(1e-5, 1.5 * errors_of(open_clip.ClipLoss(), kind, seed)["image"])
     for options in ({"keep_logits": True}, {"keep_logits": False, "tile": 77}):
         errors = errors_of(ContrastiveLoss(**options), kind, seed)
-        assert errors["loss"] < 1e-6, f"{errors} {options}, seed {seed}"
-        assert max(errors["image"], errors["text"]) < bound, f"{errors} {options}, seed {seed}"
+        assert errors["loss"] < 1e-6, f"{errors} {options}"
+        assert max(errors["image"], errors["text"]) < bound, f"{errors} {options}"
         # what is left of sums over all pairs, which cancel the more the narrower the cone is
-        assert errors["scale"] < 1e-4, f"{errors} {options}, seed {seed}"
+        assert errors["scale"] < 1e-4, f"{errors} {options}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["random", "trained", "converged"])
-def test_sixteen_bit_features_lose_no_more_than_their_rounding(kind, dtype):
+def test_sixteen_bit_features_lose_no_more_than_their_rounding(kind, dtype, seed):
     """The reference takes the same rounded features; a gradient is rounded to their dtype once, at the end."""
-    seed = fresh_seed()
     # with loss scaling: a gradient of a converged model is below fp16's smallest number
     errors = errors_of(contrastive_loss, kind, seed, pairs=300, width=96, dtype=dtype, loss_scale=65536.0)
     rounded = clip_reference(*make_features(300, 96, kind, seed, dtype), 100.0)
     exact = clip_reference(*make_features(300, 96, kind, seed, torch.float64), 100.0)
     for name in ("image", "text"):
         of_features = relative_error(rounded[name], exact[name])
-        assert errors[name] <= max(of_features, torch.finfo(dtype).eps), f"{name} {errors}, seed {seed}"
+        assert errors[name] <= max(of_features, torch.finfo(dtype).eps), f"{name} {errors}"
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 5000.0, -20.0])
-def test_any_scale(scale):
-    seed = fresh_seed()
+def test_any_scale(scale, seed):
     image, text, s = leaves(41, 16, "random", seed, scale=scale)
     loss = contrastive_loss(image, text, s, tile=9)
     loss.backward()
@@ -70,7 +66,7 @@ def test_any_scale(scale):
     for gradient, name in ((image.grad, "image"), (text.grad, "text"), (s.grad, "scale")):
         error = (gradient.double() - expected[name]).norm()
         floor = 0.01 if name == "scale" else 0.0  # a mean of cosines that may cancel
-        assert error <= max(1e-5, rounding) * max(expected[name].norm(), floor), f"{name}, seed {seed}"
+        assert error <= max(1e-5, rounding) * max(expected[name].norm(), floor), f"{name}"
 
 
 def test_identical_features_have_the_loss_of_chance_and_no_gradient():
@@ -205,8 +201,7 @@ def test_clip_loss_takes_the_place_of_open_clips():
         ClipLoss(rank=1, world_size=2)(image, text, scale)
 
 
-def test_sigmoid_loss_equals_open_clips_and_float64():
-    seed = fresh_seed()
+def test_sigmoid_loss_equals_open_clips_and_float64(seed):
     image, text, _ = leaves(50, 24, "trained", seed)
     scale, bias = torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)
     loss = SigmoidLoss(tile=13)(image, text, scale, bias)
@@ -214,25 +209,23 @@ def test_sigmoid_loss_equals_open_clips_and_float64():
     loss.backward()
     expected = sigmoid_reference(image, text, 10.0, -10.0)
     for leaf, name in ((image, "image"), (text, "text"), (scale, "scale"), (bias, "bias")):
-        assert relative_error(leaf.grad, expected[name]) < 5e-6, f"{name}, seed {seed}"
+        assert relative_error(leaf.grad, expected[name]) < 5e-6, f"{name}"
 
 
-def test_the_scale_benchmark_at_a_small_size():
+def test_the_scale_benchmark_at_a_small_size(seed):
     from benchmarks.scale import run
 
-    seed = fresh_seed()
     results = run(ranks=6, b=40, dim=32, features="trained", seed=seed, checked=50, threads=2)
     for name in ("loss_error", "image_gradient_error", "text_gradient_error", "scale_error_beside_loss"):
         rounding = 8 * 100 * torch.finfo(torch.float32).eps  # eight roundings of a logit
-        assert results[name] < rounding, f"{name}: {results[name]}, seed {seed}"
+        assert results[name] < rounding, f"{name}: {results[name]}"
 
 
-def test_the_streamed_reference_is_the_reference():
-    seed = fresh_seed()
+def test_the_streamed_reference_is_the_reference(seed):
     image, text = make_features(150, 40, "trained", seed)
     whole, streamed = clip_reference(image, text, 100.0), streamed_reference(image, text, 100.0, chunk=37)
     for name, value in whole.items():
-        assert relative_error(streamed[name], value) < 1e-8, f"{name}, seed {seed}"
+        assert relative_error(streamed[name], value) < 1e-8, f"{name}"
 
 
 def test_build_loss_refuses_what_it_does_not_know():

@@ -13,7 +13,6 @@ from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.loss_reference import (
     KINDS,
     clip_reference,
-    fresh_seed,
     leaves,
     make_features,
     relative_error,
@@ -125,8 +124,8 @@ def sweep(seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_loss_and_gradients_equal_float64(ranks):
-    for failures in run_ranks(sweep, ranks, fresh_seed(), timeout_s=180):
+def test_loss_and_gradients_equal_float64(ranks, seed):
+    for failures in run_ranks(sweep, ranks, seed, timeout_s=180):
         assert not failures, "\n".join(failures)
 
 
@@ -250,8 +249,8 @@ def groups_and_frozen(seed: int) -> list[str]:
     return failures
 
 
-def test_groups_and_frozen_towers():
-    for failures in run_ranks(groups_and_frozen, 4, fresh_seed()):
+def test_groups_and_frozen_towers(seed):
+    for failures in run_ranks(groups_and_frozen, 4, seed):
         assert not failures, "\n".join(failures)
 
 
