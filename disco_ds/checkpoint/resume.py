@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,6 +17,7 @@ from disco_ds.checkpoint.save import Identity, RunState
 from disco_ds.checkpoint.state import SavedState
 from disco_ds.distributed import everyones, on_rank_0
 from disco_ds.errors import CheckpointError
+from disco_ds.random_state import set_random_states
 
 log = logging.getLogger("disco_ds")
 
@@ -126,8 +125,8 @@ def load_checkpoint(engine: Any, path: Path, identity: Identity) -> RunState:
             fill_engine(engine, SavedState(path / folders.ENGINE, stage))
     state = RunState(**manifest["state"])
     if same_ranks:
-        random_states = torch.load(path / f"random-rank{dist.get_rank()}.pt", weights_only=False)
-        _set_random_states(random_states, engine.device)
+        states = torch.load(path / f"random-rank{dist.get_rank()}.pt", weights_only=False)
+        set_random_states(states, engine.device)
     else:
         torch.manual_seed(torch.initial_seed() + state.step)  # not what the first steps had again
     return state
@@ -143,11 +142,3 @@ def _own_hyperparameters(engine: Any) -> Iterator[None]:
     yield
     for group, values in zip(engine.optimizer.param_groups, own, strict=True):
         group.update(values)
-
-
-def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    if torch.device(device).type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])

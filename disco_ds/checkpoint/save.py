@@ -5,15 +5,12 @@ DeepSpeed's own ``latest`` file, which points at halves after a kill, is not use
 
 from __future__ import annotations
 
-import random
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from disco_ds import files
@@ -21,6 +18,7 @@ from disco_ds.checkpoint import folder as folders
 from disco_ds.checkpoint.writer import FileWriter, writing_with
 from disco_ds.distributed import everyones, on_rank_0
 from disco_ds.errors import CheckpointError
+from disco_ds.random_state import random_states
 
 
 @dataclass
@@ -72,7 +70,7 @@ def save_checkpoint(
     with writing_with(engine, writer):
         names = {"parameter_groups": _group_names(engine)}
         engine.save_checkpoint(str(unfinished), tag=folders.ENGINE, client_state=names, save_latest=False)
-    writer.save(_random_states(engine.device), unfinished / f"random-rank{dist.get_rank()}.pt")
+    writer.save(random_states(engine.device), unfinished / f"random-rank{dist.get_rank()}.pt")
     everyone = everyones((writer.files, writer.error))
     errors = [f"rank {number}: {error}" for number, (_, error) in enumerate(everyone) if error]
     if errors:
@@ -118,10 +116,3 @@ def _group_names(engine: Any) -> list[list[str]]:
     # fp16_groups: those of DeepSpeed's wrapper for bf16 (0.19.8), which hides the parameters in its param_groups
     groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
     return [[names[parameter] for parameter in group] for group in groups]
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-    if torch.device(device).type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states

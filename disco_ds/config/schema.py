@@ -172,8 +172,8 @@ class CachedConfig(_Section):
 class OptimizerConfig(_Section):
     """The optimizer. Weight decay leaves out gains, biases and logit_scale."""
 
-    name: Literal["adamw", "lion", "lamb", "adafactor", "muon"] = "adamw"
-    """From torch, timm or DeepSpeed. lamb, adafactor and muon look at whole layers: ZeRO stage 0 only."""
+    name: Literal["adamw", "lion"] = "adamw"
+    """From torch, timm or, offloaded, DeepSpeed."""
     lr: float = Field(5e-4, gt=0)
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.2

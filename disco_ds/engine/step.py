@@ -21,6 +21,7 @@ from disco_ds.engine.phases import PhaseTimer
 from disco_ds.engine.temperature import clamp_temperatures
 from disco_ds.model.activations import batch_norms, frozen_statistics
 from disco_ds.model.towers import Features
+from disco_ds.random_state import random_states, set_random_states
 
 Loss = Callable[..., Tensor]
 
@@ -37,21 +38,6 @@ class StepResult:
     """(b,) bool: pairs of this rank with a feature that is not finite."""
     skipped: bool = False
     """Whether all ranks left the update out, because the gradient was not finite. Known after the update only."""
-
-
-class RandomState:
-    """The random generators of CPU and device as they are now, to be put back for a second pass."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 class TrainStep:
@@ -134,7 +120,7 @@ class TrainStep:
             loss, gradients, bad_rows = self._differentiate_loss(outputs)
         last = outputs[-1]
         del outputs
-        after = RandomState(self.device)
+        after = random_states(self.device)
         reduction = self.engine.coalesce_grad_reduction() if self.coalesced else nullcontext()
         with self.timer("backward"), reduction:
             for index, (image, text) in enumerate(micro):
@@ -144,17 +130,17 @@ class TrainStep:
                 if final and self.reuse_last:
                     out = last
                 else:
-                    states[index].restore()
+                    set_random_states(states[index], self.device)
                     with frozen_statistics(self.engine.module):
                         out = self._encode_again(image, text, gradients)
                 self._backward(out, gradients, index)
-        after.restore()
+        set_random_states(after, self.device)
         return StepResult(loss, last.logit_scale.detach(), bad_rows)
 
-    def _encode_all(self, micro: list[tuple[Tensor, Tensor]]) -> tuple[list[RandomState], list[Features]]:
+    def _encode_all(self, micro: list[tuple[Tensor, Tensor]]) -> tuple[list[dict[str, Any]], list[Features]]:
         states, outputs = [], []
         for index, (image, text) in enumerate(micro):
-            states.append(RandomState(self.device))
+            states.append(random_states(self.device))
             with torch.set_grad_enabled(self.reuse_last and index == len(micro) - 1):
                 outputs.append(self.engine(self._on_device(image), text))
         return states, outputs

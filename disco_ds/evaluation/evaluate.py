@@ -8,7 +8,6 @@ summed over ranks are integers.
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +43,7 @@ from disco_ds.evaluation.zeroshot import (
     zero_shot_metrics,
     zero_shot_weights,
 )
+from disco_ds.random_state import random_states, set_random_states
 
 SHOWN_IMAGES = 12
 """Held-out images in the report."""
@@ -97,7 +97,7 @@ def evaluate(
     started = time.perf_counter()
     classes, templates = load_classes(config), load_templates(config)
     device = _device_of(engine, device)
-    with _evaluation_mode(engine), _same_random_states(device), torch.no_grad():
+    with _evaluation_mode(engine, device), torch.no_grad():
         thumbnails = Thumbnails(seed, SHOWN_IMAGES, mean, std)
         encoded = encode_all(
             engine, batches, tokenizer, chunk=config.batch, device=device, thumbnails=thumbnails, texts=retrieval
@@ -262,28 +262,16 @@ def _device_of(engine: Any, device: torch.device | str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(engine: Any) -> Iterator[None]:
-    """Evaluation mode inside; afterwards each submodule in the mode it had (a locked tower is always in it)."""
-    if not isinstance(engine, torch.nn.Module):
-        yield
-        return
-    modes = [(module, module.training) for module in engine.modules()]
-    engine.eval()
+def _evaluation_mode(engine: Any, device: torch.device) -> Iterator[None]:
+    """Evaluation mode inside; afterwards each submodule's mode (a locked tower is always in it) and the random states
+    are as before: even a DataLoader's start draws from them."""
+    modes = [(m, m.training) for m in engine.modules()] if isinstance(engine, torch.nn.Module) else []
+    states = random_states(device)
+    if modes:
+        engine.eval()
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextlib.contextmanager
-def _same_random_states(device: torch.device) -> Iterator[None]:
-    """The random states of Python, NumPy and torch afterwards as before: even a DataLoader's start draws from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        set_random_states(states, device)

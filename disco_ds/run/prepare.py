@@ -31,7 +31,6 @@ from disco_ds.engine.deepspeed_engine import (
 )
 from disco_ds.engine.ds_config import EngineConfig, resolve, uses_deepspeed_checkpointing
 from disco_ds.engine.ds_schema import read_ds_config
-from disco_ds.engine.optimizer import check_optimizer
 from disco_ds.engine.schedule import build_schedule
 from disco_ds.engine.step import TrainStep
 from disco_ds.errors import ConfigError
@@ -143,9 +142,6 @@ def _identify(config: RunConfig, engine_config: EngineConfig) -> Identity:
 
 def _check_options(config: RunConfig, engine_config: EngineConfig) -> None:
     """What can be found wrong without looking at any file."""
-    zero = engine_config.deepspeed["zero_optimization"]
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    check_optimizer(config.optimizer, zero_stage=engine_config.zero_stage, offload=offload)
     check_logging(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
     check_evaluation(config.evaluation)
 

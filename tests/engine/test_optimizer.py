@@ -1,12 +1,9 @@
-"""Decay groups, layer decay, and optimizers that do not go with ZeRO; no engine."""
+"""Decay groups and layer decay; no engine."""
 
 from __future__ import annotations
 
-import pytest
-
 from disco_ds.config.schema import ModelConfig, OptimizerConfig
-from disco_ds.engine.optimizer import check_optimizer, parameter_groups
-from disco_ds.errors import ConfigError
+from disco_ds.engine.optimizer import parameter_groups
 from disco_ds.model.build import build_model
 from tests.helpers.tiny import TINY_VOCAB
 
@@ -40,11 +37,3 @@ def test_layer_decay_falls_towards_the_input():
         assert by_name[name] == 0.125, name
     for name in ("visual.proj", "text_projection", "visual.ln_post.weight", "ln_final.bias", "logit_scale"):
         assert by_name[name] == 1.0, name
-
-
-@pytest.mark.parametrize("name", ["lamb", "adafactor", "muon"])
-def test_optimizers_of_whole_layers_are_refused_under_zero(name):
-    config = OptimizerConfig(name=name)
-    check_optimizer(config, zero_stage=0, offload=False)
-    with pytest.raises(ConfigError, match=f"{name} looks at whole layers, and ZeRO stage 2"):
-        check_optimizer(config, zero_stage=2, offload=False)
