@@ -8,11 +8,11 @@ is.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,6 @@ _NAME = re.compile(r"step-(\d{8,})")
 _BLOCK_BYTES = 1 << 22
 
 Progress = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """What a manifest says about one file."""
-
-    bytes: int
-    sha256: str
 
 
 def folder_name(step: int) -> str:
@@ -70,11 +62,7 @@ def find_all(path: Path) -> list[Path]:
 
 
 def find_some(path: Path) -> list[Path]:
-    """As :func:`find_all`.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """As :func:`find_all`; raises CheckpointError where there is none."""
     found = find_all(path)
     if not found:
         what = "holds no checkpoint" if path.is_dir() else "does not exist"
@@ -113,17 +101,14 @@ def faults(path: Path, part: int = 0, parts: int = 1, progress: Progress = lambd
     for name, saved in sorted(manifest["files"].items())[part::parts]:
         file = path / name
         progress(f"reads {path.name}/{name}")
-        size = file.stat().st_size if file.is_file() else None
-        if size != saved["bytes"]:
-            wrong.append(f"{name} has {'no' if size is None else size} bytes, {saved['bytes']} were saved")
-            continue
+        size = file.stat().st_size if file.is_file() else "no"
         try:
-            digest = sha256(file)
+            if size != saved["bytes"]:
+                wrong.append(f"{name} has {size} bytes, {saved['bytes']} were saved")
+            elif sha256(file) != saved["sha256"]:
+                wrong.append(f"{name} has other content than was saved (SHA-256)")
         except OSError as error:
             wrong.append(f"{name} cannot be read: {error}")
-            continue
-        if digest != saved["sha256"]:
-            wrong.append(f"{name} has other content than was saved (SHA-256)")
     return wrong
 
 
@@ -181,9 +166,7 @@ def set_aside(folder: Path, after: int) -> Path | None:
 
 
 def _new_aside(folder: Path) -> Path:
-    number = 1
-    while (aside := folder / f"aside-{number}").exists():
-        number += 1
+    aside = next(path for number in itertools.count(1) if not (path := folder / f"aside-{number}").exists())
     aside.mkdir()
     return aside
 

@@ -82,7 +82,7 @@ def save_checkpoint(
         **asdict(identity),
         "versions": {name: version(name) for name in ("torch", "deepspeed", "open_clip_torch", "disco-ds")},
         "state": asdict(state),
-        "files": {name: asdict(saved) for written, _ in everyone for name, saved in sorted(written.items())},
+        "files": {name: saved for written, _ in everyone for name, saved in sorted(written.items())},
     }
 
     def publish() -> None:

@@ -21,8 +21,8 @@ from disco_ds.errors import CheckpointError
 
 log = logging.getLogger("disco_ds")
 
-ARCHITECTURE = ("name", "config", "image_size", "context_length")
-"""Fields of ModelConfig that decide which weights a model has."""
+ARCHITECTURE = ("name", "config", "image_size", "context_length", "pretrained")
+"""Fields of ModelConfig that decide which weights a model has, and what its preprocessing is."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SavedModel:
     path: Path
     """The checkpoint's folder."""
     model: ModelConfig
-    """The architecture, and the pretrained that the run started from (its preprocessing is the run's)."""
+    """The architecture, and the pretrained that the run started from."""
     manifest: dict[str, Any]
     run: dict[str, Any]
     """The run's config.yaml; empty where it is not there."""
@@ -57,16 +57,8 @@ class SavedModel:
 
 def open_clip_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of :class:`disco_ds.model.towers.TwoTowers` under open_clip's names and shapes."""
-    renamed = {}
-    for name, value in state.items():
-        scalar = name in ("logit_scale", "logit_bias")
-        renamed[name.removeprefix("clip.")] = value.reshape(()) if scalar else value
-    return renamed
-
-
-def holds_checkpoints(path: Path) -> bool:
-    """Whether ``path`` is a run's folder, its checkpoints folder or a checkpoint."""
-    return bool(folders.find_all(path))
+    scalars = ("logit_scale", "logit_bias")
+    return {n.removeprefix("clip."): value.reshape(()) if n in scalars else value for n, value in state.items()}
 
 
 def find_saved(path: Path, checkpoint: str | None = None) -> SavedModel:
@@ -96,16 +88,14 @@ def find_saved(path: Path, checkpoint: str | None = None) -> SavedModel:
 def _described(path: Path) -> SavedModel:
     """The checkpoint with its model: of the run's config.yaml, or of the manifest alone where that has gone."""
     manifest, run = folders.read_manifest(path), _run_file(path)
-    saved = {name: value for name, value in manifest["model"].items() if name in ModelConfig.model_fields}
-    told = run.get("model", {})
+    saved, told = manifest["model"], run.get("model", {})
     for name in ("name", "config"):
         if name in told and told[name] != saved.get(name, told[name]):
             log.warning("%s: the run's config.yaml has another model.%s; the checkpoint's is taken", path, name)
             told = {}
-    wanted = {*ARCHITECTURE, "pretrained"}
-    fields = {name: value for name, value in told.items() if name in wanted}
+    known = {**told, **saved}
     try:
-        model = ModelConfig(**{**fields, **saved, "freeze": "none"})
+        model = ModelConfig(**{name: known[name] for name in ARCHITECTURE if name in known})
     except ValueError as error:
         raise CheckpointError(f"{path}: its model cannot be understood by this version: {error}") from None
     return SavedModel(path, model, manifest, run)

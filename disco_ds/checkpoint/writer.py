@@ -17,8 +17,6 @@ from typing import IO, Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from disco_ds.checkpoint.folder import SavedFile
-
 
 class FileWriter(TorchCheckpointEngine):
     """DeepSpeed's checkpoint engine for one save of one rank.
@@ -30,7 +28,8 @@ class FileWriter(TorchCheckpointEngine):
     def __init__(self, root: Path) -> None:
         super().__init__()
         self.root = root
-        self.files: dict[str, SavedFile] = {}
+        self.files: dict[str, dict[str, Any]] = {}
+        """Size and SHA-256 of each, as manifests have them."""
         self.error: str | None = None
         """What went wrong first; from then on nothing is written."""
 
@@ -39,19 +38,16 @@ class FileWriter(TorchCheckpointEngine):
         if self.error is not None:
             return
         try:
-            self.files[str(Path(path).relative_to(self.root))] = _write(state_dict, Path(path))
+            with Path(path).open("wb") as file:
+                hashed = _Hashed(file)
+                torch.save(state_dict, hashed)  # type: ignore[arg-type]  # it needs write and flush only
+                file.flush()
+                os.fsync(file.fileno())
+            name = str(Path(path).relative_to(self.root))
+            self.files[name] = {"bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
         except (OSError, RuntimeError) as error:  # torch's zip writer turns a failed write into a RuntimeError
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             self.error = f"{path}: {str(cause).splitlines()[0]}"
-
-
-def _write(state_dict: Any, path: Path) -> SavedFile:
-    with path.open("wb") as file:
-        hashed = _Hashed(file)
-        torch.save(state_dict, hashed)  # type: ignore[arg-type]  # it needs write and flush only
-        file.flush()
-        os.fsync(file.fileno())
-    return SavedFile(hashed.bytes, hashed.digest.hexdigest())
 
 
 class _Hashed:
@@ -59,15 +55,13 @@ class _Hashed:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.bytes, self.digest = file, 0, hashlib.sha256()
+        self.flush = file.flush
 
     def write(self, data: Any) -> int:
         self.file.write(data)
         self.digest.update(data)
         self.bytes += len(data)
         return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def _layer_scales(model: nn.Module, decay: float) -> dict[int, float]:
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, on_gpu: bool, offload: bool) -> torch.optim.Optimizer:
     """The optimizer named in the configuration, over :func:`parameter_groups`."""
     groups, lion = parameter_groups(model, config), config.name == "lion"
-    common = {"lr": config.lr, "betas": config.betas}
+    common: dict[str, Any] = {"lr": config.lr, "betas": config.betas}
     if offload and on_gpu:  # DeepSpeed's vectorised optimizers for states in host memory
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.ops.lion import DeepSpeedCPULion

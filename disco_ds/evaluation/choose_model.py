@@ -9,7 +9,8 @@ from pathlib import Path
 import open_clip
 from torch import Tensor
 
-from disco_ds.checkpoint.saved import find_saved, holds_checkpoints
+from disco_ds.checkpoint.folder import find_all
+from disco_ds.checkpoint.saved import find_saved
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import ConfigError, nearest
 from disco_ds.model.architecture import HUB, LOCAL, OPEN_CLIP_CONFIG
@@ -57,7 +58,7 @@ def choose(
         CheckpointError: no checkpoint that verifies.
     """
     path = Path(what).expanduser()
-    run = holds_checkpoints(path)
+    run = bool(find_all(path))
     named = not path.exists() or path.suffix == ".json"
     for option, value, fits, place in (
         ("--checkpoint", checkpoint, run, "a run's folder"),

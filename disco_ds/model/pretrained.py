@@ -24,7 +24,8 @@ from open_clip.model import convert_to_custom_text_state_dict, resize_pos_embed,
 from open_clip.pretrained import download_pretrained, download_pretrained_from_hf, get_pretrained_cfg
 from torch import Tensor
 
-from disco_ds.checkpoint.saved import SavedModel, find_saved, holds_checkpoints
+from disco_ds.checkpoint.folder import find_all
+from disco_ds.checkpoint.saved import SavedModel, find_saved
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import CheckpointError, ConfigError
 from disco_ds.model.architecture import HUB, LOCAL, OPEN_CLIP_CONFIG, downloaded, folder_config
@@ -72,7 +73,7 @@ def find_source(config: ModelConfig) -> Source | None:
             )  # fmt: skip
         return Source(label, lambda: _read_file(downloaded(lambda: download_pretrained(tag), label)), tag)
     path = Path(named).expanduser()
-    if holds_checkpoints(path):
+    if find_all(path):
         return source_of_run(find_saved(path))
     if path.is_dir():
         return _from_folder(f"{LOCAL}{path}", "model.pretrained")

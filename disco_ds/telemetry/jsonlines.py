@@ -1,8 +1,7 @@
 """Metrics files: one JSON object a line, flushed at once, whose ``step`` is unique and increasing.
 
-When a run goes on from step k, the lines of later steps, which it will write again, and a line that a kill has torn
-move from ``metrics.jsonl`` to ``metrics.dropped.jsonl``: nothing measured is lost, and readers need not sort anything
-out. A number that JSON has no word for is null, and ``non_finite`` in the same object says what it was.
+When a run goes on from step k, the lines of later steps, and one that a kill has torn, move to
+``metrics.dropped.jsonl``. A number that JSON has no word for is null, and ``non_finite`` beside it says what it was.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ from disco_ds.files import replacing
 
 
 class JsonLines:
-    """The file of a run that is going on.
-
-    Args:
-        path: the file; lines of it after ``start_step``, out of order or unreadable move to ``<stem>.dropped.jsonl``.
-        start_step: the last step that stays.
-    """
+    """The file of a run that goes on after ``start_step``; see :func:`set_aside_after`."""
 
     def __init__(self, path: Path, start_step: int) -> None:
         self.path = path
@@ -59,28 +53,25 @@ class JsonLines:
 def set_aside_after(path: Path, step: int) -> int | None:
     """Move the lines of a metrics file that are after ``step``, out of order or unreadable to ``<stem>.dropped.jsonl``.
 
-    The file is replaced in one move, after the lines taken from it are safe in the other: a kill in between can leave a
-    line in both, never in neither.
-
-    Returns:
-        the step of the last line that stays, None if there is none.
+    A kill in between can leave a line in both, never in neither. Returns the step of the last line that stays, if any.
     """
     if not path.exists():
         return None
-    kept, dropped, last = [], [], None
-    for line in path.read_bytes().splitlines():
+    content, last = path.read_bytes(), None
+    kept, dropped = [], []
+    for line in content.splitlines():
         found = _step_of(line)
         if found is not None and found <= step and (last is None or found > last):
             kept.append(line + b"\n")
             last = found
         else:
             dropped.append(line + b"\n")
-    if dropped or not path.read_bytes().endswith(b"\n"):
-        if dropped:
-            with path.with_name(f"{path.stem}.dropped.jsonl").open("ab") as file:
-                file.writelines(dropped)
-                file.flush()
-                os.fsync(file.fileno())
+    if dropped:
+        with path.with_name(f"{path.stem}.dropped.jsonl").open("ab") as file:
+            file.writelines(dropped)
+            file.flush()
+            os.fsync(file.fileno())
+    if content != b"".join(kept):
         with replacing(path, sync=True) as unfinished:
             unfinished.write_bytes(b"".join(kept))
     return last
@@ -105,6 +96,4 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _valid(values: Mapping[str, Any]) -> dict[str, Any]:
     """NaN and infinities as null, and by name under "non_finite"."""
     odd = {name: str(value) for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-    if not odd:
-        return dict(values)
-    return {**{name: None if name in odd else value for name, value in values.items()}, "non_finite": odd}
+    return {**values, **dict.fromkeys(odd), **({"non_finite": odd} if odd else {})}

@@ -20,8 +20,6 @@ from disco_ds.errors import ConfigError
 from disco_ds.telemetry.console import Console
 from disco_ds.telemetry.jsonlines import JsonLines
 
-_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
-
 
 def check_logging(*, tensorboard: bool, wandb: str | None) -> None:
     """Find out before training starts whether the sinks asked for can be had.
@@ -29,10 +27,10 @@ def check_logging(*, tensorboard: bool, wandb: str | None) -> None:
     Raises:
         ConfigError: a package is missing; the message names the extra that brings it.
     """
-    for extra, wanted in (("tensorboard", tensorboard), ("wandb", wandb is not None)):
+    wanted = {"tensorboard": "torch.utils.tensorboard"} if tensorboard else {}
+    for extra, module in (wanted | ({} if wandb is None else {"wandb": "wandb"})).items():
         try:
-            if wanted:
-                importlib.import_module(_MODULES[extra])
+            importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
                 f"logging.{extra} is set, but {extra} cannot be imported ({error}); "
@@ -55,13 +53,11 @@ class Telemetry:
         stream: the console; stdout by default.
         clock: seconds from any origin; for tests.
 
-    Raises:
-        ConfigError: as :func:`check_logging`, on every rank.
     """
 
     def __init__(
         self,
-        run_dir: Path | str,
+        run_dir: Path,
         *,
         tensorboard: bool = False,
         wandb: str | None = None,
@@ -73,20 +69,18 @@ class Telemetry:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_logging(tensorboard=tensorboard, wandb=wandb)
-        self.run_dir = Path(run_dir)
         self.rank = rank
         self._sinks: dict[str, Any] = {}
         if rank != 0:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
         self._console = Console(stream or sys.stdout, total_steps, start_step, clock)
-        self._metrics = JsonLines(self.run_dir / run_layout.METRICS, start_step)
-        self._evals = JsonLines(self.run_dir / run_layout.EVALS, start_step)
+        self._metrics = JsonLines(run_dir / run_layout.METRICS, start_step)
+        self._evals = JsonLines(run_dir / run_layout.EVALS, start_step)
         if tensorboard:
-            self._sinks["TensorBoard"] = _TensorBoard(self.run_dir / run_layout.TENSORBOARD, start_step)
+            self._sinks["TensorBoard"] = _TensorBoard(run_dir / run_layout.TENSORBOARD, start_step)
         if wandb is not None:
-            self._sinks["W&B"] = _WandB(self.run_dir, wandb, name or self.run_dir.name, run_config)
+            self._sinks["W&B"] = _WandB(run_dir, wandb, name or run_dir.name, run_config)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One logged step: a console line, a line of metrics.jsonl, the other sinks.

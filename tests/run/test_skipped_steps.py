@@ -23,7 +23,7 @@ def counted(folder):
     from disco_ds.telemetry.sinks import Telemetry
 
     messages, rank = [], dist.get_rank()
-    telemetry = Telemetry(folder, rank=rank)
+    telemetry = Telemetry(Path(folder), rank=rank)
     telemetry.message = messages.append
     optimizer = SimpleNamespace(max_skipped=2)
     run = SimpleNamespace(
