@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "disco-train") -> int:
 
     device = start_distributed(config.timeout_minutes)
     start_logging(rank())
-    watchdog, run = Watchdog.of_process_group(config.timeout_minutes), None
+    watchdog, run = Watchdog(60 * config.timeout_minutes), None
     try:
         run = prepare(config, ds_config, device, watchdog, plan=launch.plan is not None)
         train(run)

@@ -311,11 +311,3 @@ class RunConfig(_Section):
     def to_yaml(self) -> str:
         """The resolved configuration as YAML, every field in it; ``--config`` reads it back unchanged."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def total_steps(config: RunConfig, global_batch: int) -> int:
-    """Optimizer steps of the run: ``steps``, or ``samples`` over the global batch, rounded up."""
-    if config.steps is not None:
-        return config.steps
-    assert config.samples is not None  # RunConfig has one of the two
-    return -(-config.samples // global_batch)

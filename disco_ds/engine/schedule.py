@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from disco_ds.config.schema import ScheduleConfig
+from disco_ds.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,15 @@ class Schedule:
         return self.peak
 
 
-def build_schedule(config: ScheduleConfig, *, peak: float, steps: int, global_batch: int) -> Schedule:
-    """Resolve lengths given in samples, and the defaults, to steps.
-
-    Args:
-        peak: the optimizer's learning rate.
-        steps: optimizer steps of the run.
-        global_batch: samples a step.
-    """
+def build_schedule(config: RunConfig, global_batch: int) -> Schedule:
+    """The run's schedule; lengths given in samples are rounded up to whole steps of ``global_batch`` samples."""
 
     def length(in_steps: int | None, in_samples: int | None, default: int) -> int:
         if in_steps is not None:
             return in_steps
         return default if in_samples is None else math.ceil(in_samples / global_batch)
 
-    warmup = length(config.warmup_steps, config.warmup_samples, min(math.ceil(steps / 10), 2000))
-    cooldown = length(config.cooldown_steps, config.cooldown_samples, max(steps // 5, 1))
-    return Schedule(config.kind, peak, config.lr_end, steps, warmup, max(cooldown, 1))
+    options, steps = config.schedule, length(config.steps, config.samples, 0)
+    warmup = length(options.warmup_steps, options.warmup_samples, min(math.ceil(steps / 10), 2000))
+    cooldown = length(options.cooldown_steps, options.cooldown_samples, max(steps // 5, 1))
+    return Schedule(options.kind, config.optimizer.lr, options.lr_end, steps, warmup, max(cooldown, 1))

@@ -16,7 +16,7 @@ from disco_ds import run_layout
 from disco_ds.checkpoint.folder import set_aside
 from disco_ds.checkpoint.resume import check_resumable, choose_checkpoint
 from disco_ds.checkpoint.save import Identity, RunState
-from disco_ds.config.schema import RunConfig, total_steps
+from disco_ds.config.schema import RunConfig
 from disco_ds.data.cursor import check_stream
 from disco_ds.data.probe import probe
 from disco_ds.data.sources import Source, expand
@@ -64,11 +64,12 @@ def prepare(
     set_matmul_precision(engine_config.precision, device)
     identity = _identify(config, engine_config)
     folder, global_batch = config.runs_dir / config.name, identity.global_batch
+    checkpoints = folder / run_layout.CHECKPOINTS
 
     watchdog.progress("starts: looks at data and checkpoints")
-    _check_options(config, engine_config)
+    check_logging(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
+    check_evaluation(config.evaluation)
     sources = on_rank_0(lambda: _find_shards(config))  # the embedded default is built here, once
-    checkpoints = folder / run_layout.CHECKPOINTS
     checkpoint = choose_checkpoint(config.resume, checkpoints, lambda what: watchdog.progress(f"starts: {what}"))
     cursor = None if checkpoint is None else on_rank_0(lambda: check_resumable(checkpoint, identity))
     check_stream(config.data, sources, global_batch, world_size, config.seed, cursor)
@@ -79,8 +80,6 @@ def prepare(
     tokenizer = build_tokenizer(config.model)
     transform = build_transform(model, training=True, augment=config.data.augment)
     on_rank_0(lambda: _decode_first_samples(config, transform))
-    steps = total_steps(config, global_batch)
-    schedule = build_schedule(config.schedule, peak=config.optimizer.lr, steps=steps, global_batch=global_batch)
 
     watchdog.progress("starts: builds the engine")
     torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks; a checkpoint brings its own
@@ -89,17 +88,15 @@ def prepare(
     if checkpoint is not None:
         watchdog.progress(f"starts: reads {checkpoint.name}")
         state = resume_engine(engine, checkpoint, identity)
-    stream = TrainStream(
-        config.data, global_batch=global_batch, rank=rank, world_size=world_size, seed=config.seed,
-        transform=transform, tokenizer=tokenizer, cursor=state.cursor,
-    )  # fmt: skip
-    telemetry = Telemetry(
-        folder, tensorboard=config.logging.tensorboard, wandb=config.logging.wandb, rank=rank, total_steps=steps,
-        start_step=state.step, name=config.name, run_config=config.model_dump(mode="json"),
-    )  # fmt: skip
+    schedule = build_schedule(config, global_batch)
     run = Run(
-        config=config, folder=folder, engine_config=engine_config, engine=engine, tokenizer=tokenizer, stream=stream,
-        train_step=_train_step(config, engine_config, engine, device), schedule=schedule, telemetry=telemetry,
+        config=config, folder=folder, engine_config=engine_config, engine=engine, tokenizer=tokenizer,
+        stream=TrainStream(
+            config.data, global_batch=global_batch, rank=rank, world_size=world_size, seed=config.seed,
+            transform=transform, tokenizer=tokenizer, cursor=state.cursor,
+        ),
+        train_step=_train_step(config, engine_config, engine, device), schedule=schedule,
+        telemetry=_open_telemetry(config, folder, state.step, schedule.steps),
         control=dist.new_group(backend="gloo", timeout=collective_timeout(config.timeout_minutes)),
         watchdog=watchdog, state=state, identity=identity,
     )  # fmt: skip
@@ -140,12 +137,6 @@ def _identify(config: RunConfig, engine_config: EngineConfig) -> Identity:
     )
 
 
-def _check_options(config: RunConfig, engine_config: EngineConfig) -> None:
-    """What can be found wrong without looking at any file."""
-    check_logging(tensorboard=config.logging.tensorboard, wandb=config.logging.wandb)
-    check_evaluation(config.evaluation)
-
-
 def _find_shards(config: RunConfig) -> list[Source]:
     if config.data.val is not None:
         expand(config.data.val, "data.val")
@@ -184,15 +175,18 @@ def _decode_first_samples(config: RunConfig, transform: Callable[[Any], torch.Te
 
 
 def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, device: torch.device) -> TrainStep:
+    loss, cached = build_loss(config.loss.kind, **config.loss.options()), config.cached
     return TrainStep(
-        engine,
-        build_loss(config.loss.kind, **config.loss.options()),
-        engine_config.batch.accumulation,
-        device,
-        on_host=config.cached.images == "host",
-        reduce_once=config.cached.reduce == "once",
-        reuse_last=config.cached.reuse_last,
-    )
+        engine, loss, engine_config.batch.accumulation, device, on_host=cached.images == "host",
+        reduce_once=cached.reduce == "once", reuse_last=cached.reuse_last,
+    )  # fmt: skip
+
+
+def _open_telemetry(config: RunConfig, folder: Path, start_step: int, total_steps: int) -> Telemetry:
+    return Telemetry(
+        folder, tensorboard=config.logging.tensorboard, wandb=config.logging.wandb, rank=dist.get_rank(),
+        total_steps=total_steps, start_step=start_step, name=config.name, run_config=config.model_dump(mode="json"),
+    )  # fmt: skip
 
 
 def _leave_behind(checkpoint: Path, step: int, folder: Path) -> Path | None:

@@ -1,7 +1,6 @@
 """``--profile``: a few steps under torch's profiler, a trace for each rank, and on GPUs what lay in memory when.
 
-Off, a :class:`Profiler` does nothing. The steps profiled come after the first ones, which allocate, tune and wait for
-loaders to start.
+They come after a run's first steps, which allocate, tune and wait for loaders to start.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,9 +43,7 @@ class Profiler:
         kept = min(count, left - 1)
         if kept < 1:
             if count:
-                run.telemetry.message(
-                    f"no profile: the run has {max(left, 0)} steps left, and the first is for warming up"
-                )
+                run.telemetry.message(f"no profile: of the {max(left, 0)} steps left the first is for warming up")
             return
         waiting = max(min(WARM_UP_STEPS, left - kept - 1), 0)
         self.first = run.state.step + waiting + 1
@@ -57,12 +56,10 @@ class Profiler:
         # the step before those that are kept has the profiler on already: its own start takes time
         when = profiler.schedule(wait=waiting, warmup=1, active=kept, repeat=1)
         self._profile = profiler.profile(activities=activities, schedule=when, record_shapes=True)
-        try:
+        with self._ending_on_error():
             self._profile.start()
             if self._on_gpu:
                 torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-        except RuntimeError as error:
-            self._end(error)
 
     def step(self) -> float:
         """A step has ended. After the last one to keep the files are written.
@@ -71,37 +68,36 @@ class Profiler:
             seconds that this took and that are no step time.
         """
         began = time.monotonic()
-        if self._profile is not None:
-            if self.run.state.step == self.last:
-                self.close()
-            else:
-                try:
-                    self._profile.step()
-                except RuntimeError as error:
-                    self._end(error)
+        if self._profile is not None and self.run.state.step == self.last:
+            self.close()
+        elif self._profile is not None:
+            with self._ending_on_error():
+                self._profile.step()
         return time.monotonic() - began
 
     def close(self) -> None:
         """The run ends: write what there is, if one of the steps to keep has been made."""
         if self._profile is None:
             return
-        why: Exception | str | None = None
-        try:
+        with self._ending_on_error():
             self._profile.stop()
-            if self.run.state.step > self.first:
-                self._write(self._profile)
-            else:
-                why = "the run was stopped before the steps to profile"
-        except (RuntimeError, OSError) as error:
-            why = error
-        self._end(why)
+            if self.run.state.step <= self.first:
+                raise RuntimeError("the run was stopped before the steps to profile")
+            self._write(self._profile)
+            self._end()
 
-    def _end(self, why_none: Exception | str | None) -> None:
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            self._end()
+            _log.warning("no profile: %s", error)
+
+    def _end(self) -> None:
         self._profile = None
         if self._on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
-        if why_none is not None:
-            _log.warning("no profile: %s", why_none)
 
     def _write(self, profile: Any) -> None:
         self.run.watchdog.progress(f"step {self.run.state.step}: writes its profile")

@@ -1,4 +1,4 @@
-"""What a run writes into its folder as it goes, beside the metrics: options, starts, memory, held-out images, result.
+"""What a run tells and writes down beside the metrics: header, options, starts, memory, held-out images, result.
 
 Rank 0 writes. A file that cannot be written is a warning and does not end a run.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import textwrap
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ from disco_ds.config.schema import RunConfig
 from disco_ds.engine.ds_config import EngineConfig
 from disco_ds.evaluation.result import EvalResult, RankedImage, format_result
 from disco_ds.files import append_line, replace_text
+from disco_ds.model.towers import TwoTowers
 from disco_ds.planner import compare
 from disco_ds.planner.memory import Prediction
 from disco_ds.report.page import write_report
-from disco_ds.run.header import header
 from disco_ds.run.run import Run
 
 _LONGEST = 500  # characters of a caption
@@ -35,7 +37,9 @@ def record_start(run: Run, checkpoint: Path | None, planned: str | None, aside: 
     """Print the header, write ``config.yaml``, and append to ``starts.jsonl``, which no resume rewrites.
 
     Args:
-        checkpoint, planned, aside: as :func:`disco_ds.run.header.header` takes them.
+        checkpoint: the one that the run goes on from.
+        planned: the planner's headline, where it chose the settings.
+        aside: where checkpoints are that the run leaves behind.
     """
     if run.telemetry.rank != 0:
         return
@@ -57,7 +61,46 @@ def record_start(run: Run, checkpoint: Path | None, planned: str | None, aside: 
     }
     with run.telemetry.log_and_continue(run_layout.STARTS):
         append_line(run.folder / run_layout.STARTS, json.dumps(start, ensure_ascii=False, default=str))
-    run.telemetry.message(header(run, checkpoint, planned, aside))
+    run.telemetry.message(_header(run, checkpoint, planned, aside))
+
+
+def _header(run: Run, checkpoint: Path | None, planned: str | None, aside: Path | None) -> str:
+    """What will happen, in a few lines: everything that was derived or filled in is here."""
+    config, plan = run.config, run.engine_config.batch
+    towers: TwoTowers = run.engine.module
+    image, text = (_millions(towers.tower_parameters(tower)) for tower in ("image", "text"))
+    cut = f"{plan.world_size} rank{'s' * (plan.world_size > 1)} x {plan.micro_batch}"
+    if plan.accumulation > 1:
+        cut += f" x {plan.accumulation} micro-batches (cached gradients)"
+    frozen = f", {towers.freeze} tower locked" if towers.freeze != "none" else ""
+    filled = ", ".join(f"{key}={value}" for key, value in run.engine_config.filled.items()) or "nothing"
+    tf32 = run.device.type == "cuda" and torch.get_float32_matmul_precision() == "high"
+    device = run.device.type + (", fp32 products in TF32" if tf32 else "")
+    length, warmup = (
+        f"{steps:,} step{'s' * (steps != 1)} = {steps * plan.global_batch:,} samples"
+        for steps in (run.schedule.steps, run.schedule.warmup)
+    )
+    lines = [
+        f"run {run.folder}" + (f", going on from {checkpoint.name}" if checkpoint else ""),
+        f"  model     {config.model.name}: image {image}, text {text}{frozen}",
+        f"  batch     {plan.global_batch:,} pairs, all negatives of each other = {cut}",
+        f"  length    {length}; warm-up {warmup}, then {run.schedule.kind}",
+        f"  engine    ZeRO {run.engine_config.zero_stage}, {run.engine_config.precision}, {device}; "
+        f"{config.optimizer.name}; loss {config.loss.kind}; checkpointing {config.model.checkpointing}",
+        textwrap.fill(f'  "auto"    {filled}', 110, subsequent_indent=" " * 12, break_on_hyphens=False),
+    ]
+    if planned:
+        lines.append(f"  planned   {planned}")
+    if aside is not None:
+        lines.append(
+            f"another way from step {run.state.step}: the checkpoints that this run leaves behind are now in {aside}"
+        )
+    return "\n".join(lines)
+
+
+def _millions(parameters: Iterable[torch.nn.Parameter]) -> str:
+    elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in parameters)  # ZeRO-3 leaves an empty tensor behind
+    return f"{elements / 1e6:.1f} M" if elements >= 1e5 else f"{elements / 1e3:.0f} K"
 
 
 def _resolved(config: RunConfig, engine_config: EngineConfig) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -21,7 +22,6 @@ from disco_ds.model.preprocess import build_transform, preprocessing
 from disco_ds.run.profiler import Profiler
 from disco_ds.run.recorder import compare_memory, record_end, record_evaluation
 from disco_ds.run.run import Run
-from disco_ds.run.signals import Signals
 from disco_ds.run.skipped_steps import count_skipped
 from disco_ds.run.window import Window
 
@@ -105,6 +105,24 @@ def evaluate_heldout(run: Run) -> EvalResult:
     )
     record_evaluation(run, result)
     return result
+
+
+class Signals:
+    """Remembers SIGTERM (end the step in hand, save, stop) and SIGUSR1 (save and go on)."""
+
+    def __init__(self) -> None:
+        self.stop = self.save = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, _: Any) -> None:
+        self.stop = self.stop or number == signal.SIGTERM
+        self.save = self.save or number == signal.SIGUSR1
+
+    def take_save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        asked, self.save = self.save, False
+        return asked
 
 
 class ProgressNotes(Iterator[Any]):

@@ -16,11 +16,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 
-from disco_ds.errors import CheckpointError, ConfigError, DataError, DivergedError
+from disco_ds.errors import CheckpointError, DataError, DivergedError
 
 EXIT_STATUS = 75
 """Exit status of a rank that the watchdog ended (EX_TEMPFAIL: starting again may help)."""
@@ -29,26 +28,13 @@ _CONNECTION = re.compile(r"gloo|nccl|connection|store|socket|process ?group|brok
 
 
 class Watchdog:
-    """Watches this rank's progress.
+    """Watches this rank's progress; over when there has been none for ``timeout_s`` seconds. Needs a process group."""
 
-    Args:
-        store: a torch.distributed store that all ranks reach.
-        rank, world_size: this process's place.
-        timeout_s: seconds without progress after which the run is over.
-    """
-
-    @classmethod
-    def of_process_group(cls, timeout_minutes: float) -> Watchdog:
-        """One on the store of the default process group.
-
-        By a connection of its own: that of the process group is locked while a rank waits for another in it.
-        """
+    def __init__(self, timeout_s: float) -> None:
         store = dist.distributed_c10d._get_default_store()
-        store = store.clone() if hasattr(store, "clone") else store  # from torch 2.9
-        return cls(store, rank=dist.get_rank(), world_size=dist.get_world_size(), timeout_s=60 * timeout_minutes)
-
-    def __init__(self, store: Any, *, rank: int, world_size: int, timeout_s: float) -> None:
-        self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
+        # a connection of its own: that of the process group is locked while a rank waits for another in it
+        self.store = store.clone() if hasattr(store, "clone") else store  # from torch 2.9
+        self.rank, self.world_size, self.timeout_s = dist.get_rank(), dist.get_world_size(), timeout_s
         self._last = time.monotonic()
         self._closed = threading.Event()
         self._period_s = min(timeout_s / 10, PULSE_S)
@@ -94,8 +80,8 @@ class Watchdog:
 
         For a lost connection it takes some seconds: the time for pulses to be missed.
         """
-        told = isinstance(error, (ConfigError, DataError, CheckpointError, DivergedError))
-        own = told or not (isinstance(error, RuntimeError) and _CONNECTION.search(str(error)))
+        told = isinstance(error, (DataError, CheckpointError, DivergedError))
+        own = told or not isinstance(error, RuntimeError) or not _CONNECTION.search(str(error))
         try:
             self.tell(error if own else "")
             return "" if own else self._blame_others()
@@ -124,16 +110,15 @@ class Watchdog:
         """Who was last seen where, the rank that is furthest behind first."""
         lines = []
         for rank in range(self.world_size):
+            when, seen = "", "never seen"
             try:
                 when, _, doing = self._read(rank).partition(" ")
                 if when:
-                    lines.append((float(when), f"  rank {rank}: {doing} ({time.time() - float(when):.0f} s ago)"))
-                else:
-                    lines.append((0.0, f"  rank {rank}: never seen"))
+                    seen = f"{doing} ({time.time() - float(when):.0f} s ago)"
             except Exception as error:  # the store's host may be the one that died
-                lines.append((0.0, f"  rank {rank}: unknown ({type(error).__name__}: the store on rank 0 is gone)"))
-        lines.sort()
+                seen = f"unknown ({type(error).__name__}: the store on rank 0 is gone)"
+            lines.append((float(when or 0), f"  rank {rank}: {seen}\n"))
         return (
             f"[rank {self.rank}] no progress for {silent_s:.0f} s (timeout_minutes), the run ends. Last seen, longest "
-            f"ago first:\n" + "\n".join(line for _, line in lines) + "\n"
+            f"ago first:\n" + "".join(line for _, line in sorted(lines))
         )

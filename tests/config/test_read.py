@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from disco_ds.config.read import DS_CONFIGS, find_ds_config, read_run
-from disco_ds.config.schema import RunConfig, total_steps
 from disco_ds.engine.ds_schema import read_ds_config
 from disco_ds.errors import ConfigError
 from tests.helpers.ranks import ROOT
@@ -71,9 +70,3 @@ def test_the_shipped_ds_configs_are_those_of_the_repository():
     shown = {path.name: path.read_bytes() for path in (ROOT / "ds_configs").iterdir()}
     assert shown == {path.name: path.read_bytes() for path in DS_CONFIGS.iterdir()}
     assert {"zero1.json", "zero2.json", "zero3.json", "zero2_offload.json", "zero3_offload.json"} <= shown.keys()
-
-
-def test_total_steps_rounds_up():
-    config = RunConfig(data={"train": "x"}, samples=1001)
-    assert total_steps(config, 100) == 11
-    assert total_steps(RunConfig(data={"train": "x"}, steps=7), 100) == 7

@@ -21,7 +21,7 @@ def products_after_prepare(config, precisions):
     found, original = [torch.get_float32_matmul_precision()], preparing.set_matmul_precision
     preparing.set_matmul_precision = lambda precision, device: original(precision, torch.device("cuda"))
     device = start_distributed()
-    watchdog = Watchdog.of_process_group(5)
+    watchdog = Watchdog(300)
     for precision in precisions:
         run_config, _ = parse(["--config", config, "--name", precision, "--precision", precision])
         preparing.prepare(run_config, ROOT / "disco_ds" / "ds_configs" / "zero1.json", device, watchdog)

@@ -17,8 +17,7 @@ def one_rank_hangs():
     from disco_ds.run.watchdog import Watchdog
 
     rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    watchdog = Watchdog(store, rank=rank, world_size=dist.get_world_size(), timeout_s=3.0)
+    watchdog = Watchdog(3.0)
     watchdog.progress("step 5: waits for data")
     if rank == 1:
         time.sleep(120)
@@ -42,7 +41,7 @@ def one_rank_was_never_there():
     from disco_ds.run.watchdog import Watchdog
 
     if dist.get_rank() == 0:
-        Watchdog(dist.distributed_c10d._get_default_store(), rank=0, world_size=2, timeout_s=2.0)
+        Watchdog(2.0)
     time.sleep(60)
 
 
@@ -72,8 +71,7 @@ def one_rank_goes(how):
     from disco_ds.run.watchdog import Watchdog
 
     rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    watchdog = Watchdog(store, rank=rank, world_size=dist.get_world_size(), timeout_s=5.0)
+    watchdog = Watchdog(5.0)
     watchdog.progress("step 7: trains")
     dist.barrier()
     try:
