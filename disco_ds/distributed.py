@@ -89,10 +89,8 @@ def mean_over_ranks(value: Any) -> float:
     import torch.distributed as dist
 
     total = value.detach().float().clone()
-    if dist.is_initialized():
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-    return float(total)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def fail(error: Exception) -> NoReturn:
@@ -101,23 +99,23 @@ def fail(error: Exception) -> NoReturn:
     Most mistakes are seen by all ranks alike; rank 0 tells those. A rank that sees another one, since a file is missing
     on its machine alone, say, tells it too. Before the ranks know each other, the first of each machine speaks.
     """
-    message = str(error)
+    message, at = str(error), f"[rank {rank()}] " if rank() else ""
     dist = sys.modules.get("torch.distributed")  # not imported: the command line was refused before that
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            _print(message)
-    elif rank() == 0:
-        _print(message)  # first of all: the launcher ends this rank as soon as another has exited
+    together = dist is not None and dist.is_initialized()
+    if not (_told_by_rank_0(message) if together else os.environ.get("LOCAL_RANK", "0") != "0"):
+        # rank 0 first of all: the launcher ends it as soon as another has exited
+        print(f"{at}error: {message}", file=sys.stderr, flush=True)
+    if dist is not None and together and rank() == 0:
         with suppress(Exception):  # not all have failed, or they are slow
             _store().set(_KEY, message)
             # the store may live in this process: it stays until the others have asked
             _store().wait([f"{_KEY}/{other}" for other in range(1, dist.get_world_size())], _PATIENCE)
-    elif not _told_by_rank_0(message):
-        _print(message)
     raise SystemExit(2)
 
 
 def _told_by_rank_0(message: str) -> bool:
+    if rank() == 0:
+        return False
     try:
         _store().wait([_KEY], _PATIENCE)
         told = _store().get(_KEY).decode() == message
@@ -131,7 +129,3 @@ def _store() -> Any:
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store()
-
-
-def _print(message: str) -> None:
-    print(f"[rank {rank()}] error: {message}" if rank() else f"error: {message}", file=sys.stderr, flush=True)

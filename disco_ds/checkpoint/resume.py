@@ -102,9 +102,8 @@ def load_checkpoint(engine: Any, path: Path, identity: Identity) -> RunState:
     """Put weights, optimizer and random states back; returns the rest. A collective: call it on every rank.
 
     With the number of ranks, ZeRO stage and precision that saved it the next step is the same to the last bit. With
-    others, weights and optimizer states are the same, and on other ranks the random states are drawn anew. Afterwards
-    the model still has the temperatures it was built with: :func:`disco_ds.engine.deepspeed_engine.resume_engine`
-    sets them too.
+    others, weights and optimizer states are the same, and on other ranks the random states are drawn anew. The
+    temperatures that the model has are those it was built with: ``engine.deepspeed_engine.resume_engine`` sets them.
 
     Args:
         path: a checkpoint that verifies, see :func:`choose_checkpoint`.

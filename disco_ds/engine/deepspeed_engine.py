@@ -34,15 +34,16 @@ def start_distributed(timeout_minutes: float = 30.0) -> torch.device:
     import deepspeed.ops
 
     on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     else:
         # init_distributed would compile a shared-memory extension for minutes; gloo serves as well
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         timeout = collective_timeout(timeout_minutes)
         deepspeed.init_distributed("nccl" if on_gpu else "gloo", timeout=timeout, verbose=False)
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return device
 
 
 def set_matmul_precision(precision: str, device: torch.device) -> None:
@@ -113,12 +114,8 @@ def update_or_skip(engine: Any) -> bool:
     """The optimizer's update, unless the gradient is not finite: then every rank leaves it out.
 
     The norm of the whole gradient is the same on all ranks, so all decide alike. DeepSpeed's optimizers decide by it
-    themselves; at stage 0 in fp32 and under autocast, where it hands the step straight to torch, it is done here.
-
-    ``overflow`` is what DeepSpeed's ZeRO and bf16 optimizers say after a step (0.19.8).
-
-    Returns:
-        Whether the update was made.
+    themselves and say so in ``overflow`` (0.19.8); at stage 0 in fp32 and under autocast, where DeepSpeed hands the
+    step straight to torch, it is done here. Returns whether the update was made.
     """
     if has_no_masters(engine):
         parameters = [p for p in engine.module.parameters() if p.grad is not None]

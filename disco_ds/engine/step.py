@@ -23,8 +23,6 @@ from disco_ds.model.activations import batch_norms, frozen_statistics
 from disco_ds.model.towers import Features
 from disco_ds.random_state import random_states, set_random_states
 
-Loss = Callable[..., Tensor]
-
 
 @dataclass
 class StepResult:
@@ -58,7 +56,7 @@ class TrainStep:
     def __init__(
         self,
         engine: Any,
-        loss: Loss,
+        loss: Callable[..., Tensor],
         accumulation: int,
         device: torch.device,
         *,
@@ -66,24 +64,19 @@ class TrainStep:
         reduce_once: bool = True,
         reuse_last: bool = False,
     ) -> None:
-        self.engine = engine
-        self.loss = loss
-        self.accumulation = accumulation
-        self.device = device
-        self.on_host = on_host
-        self.reuse_last = reuse_last
+        self.engine, self.loss, self.accumulation, self.device = engine, loss, accumulation, device
+        self.on_host, self.reuse_last = on_host, reuse_last
         # DeepSpeed's wrapper for bf16 with fp32 accumulation at stage 1 has no such switch (0.19.8)
         self.coalesced = reduce_once and hasattr(engine.optimizer, "_coalesce_grad_reduction")
         self.timer = PhaseTimer(device)
 
     def __call__(self, images: Tensor, texts: Tensor) -> StepResult:
         """One step from this rank's images (b, 3, H, W) and texts (b, context); b divides by k."""
-        statistics = [buffer.clone() for norm in batch_norms(self.engine.module) for buffer in norm.buffers()]
+        statistics = [(b, b.clone()) for norm in batch_norms(self.engine.module) for b in norm.buffers()]
         result = self.backward(images, texts)
         result.skipped = not self.update()
-        if result.skipped and statistics:  # running statistics have already seen the bad batch
-            buffers = [buffer for norm in batch_norms(self.engine.module) for buffer in norm.buffers()]
-            for buffer, before in zip(buffers, statistics, strict=True):
+        if result.skipped:  # running statistics have already seen the bad batch
+            for buffer, before in statistics:
                 buffer.copy_(before)
         return result
 
@@ -131,8 +124,12 @@ class TrainStep:
                     out = last
                 else:
                     set_random_states(states[index], self.device)
+                    inputs = (
+                        None if gradients.image_features is None else self._on_device(image),
+                        None if gradients.text_features is None else text,
+                    )
                     with frozen_statistics(self.engine.module):
-                        out = self._encode_again(image, text, gradients)
+                        out = self.engine(*inputs)
                 self._backward(out, gradients, index)
         set_random_states(after, self.device)
         return StepResult(loss, last.logit_scale.detach(), bad_rows)
@@ -160,12 +157,6 @@ class TrainStep:
         gradients = Features(images.grad, texts.grad, scale.grad, None if bias is None else bias.grad)
         return loss.detach(), gradients, _not_finite(images, texts)
 
-    def _encode_again(self, image: Tensor, text: Tensor, gradients: Features) -> Features:
-        return self.engine(
-            None if gradients.image_features is None else self._on_device(image),
-            None if gradients.text_features is None else text,
-        )
-
     def _backward(self, out: Features, gradients: Features, index: int) -> None:
         """Backward of sum(output * cached gradient)."""
         # logit_scale and bias belong to the whole batch: each micro-batch brings one k-th of their gradient
@@ -181,6 +172,6 @@ class TrainStep:
         return tensor.to(self.device, non_blocking=True)
 
 
-def _not_finite(images: Tensor | None, texts: Tensor | None) -> Tensor:
-    features = [feature.detach() for feature in (images, texts) if feature is not None]
-    return torch.stack([~torch.isfinite(feature).all(dim=1) for feature in features]).any(dim=0)
+def _not_finite(*features: Tensor | None) -> Tensor:
+    finite = [feature.detach().isfinite().all(dim=1) for feature in features if feature is not None]
+    return ~torch.stack(finite).all(dim=0)

@@ -25,8 +25,7 @@ def has_no_masters(engine: Any) -> bool:
 
 def exact_temperatures(model: TwoTowers) -> dict[str, Tensor]:
     """The fp32 values by name, before an engine casts the model."""
-    present = {name: getattr(model, name) for name in NAMES}
-    return {name: p.detach().float().clone() for name, p in present.items() if p is not None}
+    return {n: p.detach().float().clone() for n in NAMES if (p := getattr(model, n)) is not None}
 
 
 def clamp_temperatures(engine: Any, values: dict[str, Tensor] | None = None) -> None:
@@ -80,11 +79,9 @@ def set_value(engine: Any, parameter: nn.Parameter, value: Tensor) -> None:
 
 def _unpartitioned_master(engine: Any, parameter: nn.Parameter) -> Tensor:
     """Stage 0 in bf16: DeepSpeed's optimizer keeps two parallel lists of lists."""
-    for working, masters in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
-        for candidate, master in zip(working, masters, strict=True):
-            if candidate is parameter:
-                return master
-    raise KeyError("the parameter is not in the optimizer")
+    groups = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+    pairs = (pair for working, masters in groups for pair in zip(working, masters, strict=True))
+    return next(master for candidate, master in pairs if candidate is parameter)
 
 
 def _set_partitioned(parameter: nn.Parameter, value: Tensor) -> None:

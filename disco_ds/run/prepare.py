@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from disco_ds.model.build import build_model
 from disco_ds.model.preprocess import build_tokenizer, build_transform
 from disco_ds.model.towers import TwoTowers
 from disco_ds.planner.auto import fill_auto
+from disco_ds.planner.models import to_stderr
 from disco_ds.planner.text import headline
 from disco_ds.run.recorder import record_start
 from disco_ds.run.run import Run
@@ -79,7 +79,9 @@ def prepare(
     model = _build_towers(config, engine_config)
     tokenizer = build_tokenizer(config.model)
     transform = build_transform(model, training=True, augment=config.data.augment)
-    on_rank_0(lambda: _decode_first_samples(config, transform))
+    on_rank_0(lambda: probe(config.data, transform=transform))
+    if config.data.val is not None:
+        on_rank_0(lambda: probe(config.data, transform=transform, field="data.val"))
 
     watchdog.progress("starts: builds the engine")
     torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks; a checkpoint brings its own
@@ -109,30 +111,24 @@ def _settle_options(
     config: RunConfig, ds_config: str | Path, device: torch.device, plan: bool
 ) -> tuple[RunConfig, EngineConfig, str | None]:
     """Run and ds_config, checked against each other; with ``plan`` filled by the planner, and its headline."""
-    content, planned, world_size = read_ds_config(ds_config), None, dist.get_world_size()
+    content, planned, source, world_size = read_ds_config(ds_config), None, str(ds_config), dist.get_world_size()
     if plan:
+        progress = to_stderr if dist.get_rank() == 0 else lambda message: None
         config, content, found = fill_auto(
-            config, content, world_size=world_size, device=device, source=str(ds_config), progress=_print_on_rank_0
+            config, content, world_size=world_size, device=device, source=source, progress=progress
         )
         planned = "\n".join(headline(found, config.model.name))
-    on_gpu = device.type == "cuda"
-    return config, resolve(config, content, world_size=world_size, on_gpu=on_gpu, source=str(ds_config)), planned
-
-
-def _print_on_rank_0(message: str) -> None:
-    if dist.get_rank() == 0:
-        print(message, file=sys.stderr, flush=True)
+    return config, resolve(config, content, world_size=world_size, on_gpu=device.type == "cuda", source=source), planned
 
 
 def _identify(config: RunConfig, engine_config: EngineConfig) -> Identity:
+    compared = {"name", "config", "freeze", "image_size", "context_length"}
     return Identity(
         world_size=engine_config.batch.world_size,
         zero_stage=engine_config.zero_stage,
         precision=engine_config.precision,
         global_batch=engine_config.batch.global_batch,
-        model=config.model.model_dump(
-            mode="json", include={"name", "config", "freeze", "image_size", "context_length"}
-        ),
+        model=config.model.model_dump(mode="json", include=compared),
         optimizer=config.optimizer.name,
     )
 
@@ -145,9 +141,7 @@ def _find_shards(config: RunConfig) -> list[Source]:
 
 def _check_writable(folder: Path) -> None:
     """Try the run's folder, or the nearest one above it that is there; nothing is left behind."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(dir=there):
             pass
@@ -166,12 +160,6 @@ def _build_towers(config: RunConfig, engine_config: EngineConfig) -> TwoTowers:
             f"give init_logit_bias (SigLIP's is -10) and init_logit_scale in the model's JSON"
         )
     return model
-
-
-def _decode_first_samples(config: RunConfig, transform: Callable[[Any], torch.Tensor]) -> None:
-    probe(config.data, transform=transform)
-    if config.data.val is not None:
-        probe(config.data, transform=transform, field="data.val")
 
 
 def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, device: torch.device) -> TrainStep:

@@ -103,16 +103,11 @@ def _millions(parameters: Iterable[torch.nn.Parameter]) -> str:
     return f"{elements / 1e6:.1f} M" if elements >= 1e5 else f"{elements / 1e3:.0f} K"
 
 
-def _resolved(config: RunConfig, engine_config: EngineConfig) -> RunConfig:
+def _resolved(config: RunConfig, engine: EngineConfig) -> RunConfig:
     """With what the ds_config or the device decided; micro-batches stay open, they hang on the number of ranks."""
-    clip_norm = float(engine_config.deepspeed["gradient_clipping"])
-    return config.model_copy(
-        update={
-            "global_batch": engine_config.batch.global_batch,
-            "precision": engine_config.precision,
-            "optimizer": config.optimizer.model_copy(update={"clip_norm": clip_norm}),
-        }
-    )
+    optimizer = config.optimizer.model_copy(update={"clip_norm": float(engine.deepspeed["gradient_clipping"])})
+    found = {"global_batch": engine.batch.global_batch, "precision": engine.precision, "optimizer": optimizer}
+    return config.model_copy(update=found)
 
 
 def compare_memory(run: Run) -> None:
@@ -167,6 +162,9 @@ def record_end(run: Run, result: EvalResult | None) -> None:
 
 def _shown(image: RankedImage) -> dict[str, Any]:
     top = [(caption.text[:_LONGEST], round(float(caption.similarity), 4), bool(caption.right)) for caption in image.top]
+    kind = "png" if max(image.pixels.shape[:2]) <= _LOSSLESS_BELOW else "jpeg"
+    buffer = io.BytesIO()
+    Image.fromarray(image.pixels).save(buffer, kind, **({"quality": 88} if kind == "jpeg" else {"optimize": True}))
     return {
         "key": image.key,
         "rank": int(image.rank),
@@ -174,12 +172,5 @@ def _shown(image: RankedImage) -> dict[str, Any]:
         "top": [{"text": text, "similarity": similarity, "right": right} for text, similarity, right in top],
         "width": image.pixels.shape[1],
         "height": image.pixels.shape[0],
-        "src": _data_url(image),
+        "src": f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}",
     }
-
-
-def _data_url(image: RankedImage) -> str:
-    kind = "png" if max(image.pixels.shape[:2]) <= _LOSSLESS_BELOW else "jpeg"
-    buffer = io.BytesIO()
-    Image.fromarray(image.pixels).save(buffer, kind, **({"quality": 88} if kind == "jpeg" else {"optimize": True}))
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
