@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,16 +58,12 @@ def test_a_run_is_profiled_and_leaves_what_its_report_shows(tmp_path):
     assert read_runs([run])[0].finished
 
 
-def options(*arguments):
-    return parse(["--data.train", "x", "--steps", "5", *arguments])[0]
-
-
-def test_the_flag():
-    assert options().logging.profile_steps == 0
-    assert options("--profile").logging.profile_steps == 3
-    assert options("--profile", "--seed", "1").logging.profile_steps == 3
-    assert options("--profile", "7").logging.profile_steps == 7
-    assert options("--logging.profile_steps", "2").logging.profile_steps == 2
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [("", 0), ("--profile", 3), ("--profile --seed 1", 3), ("--profile 7", 7), ("--logging.profile_steps 2", 2)],
+)
+def test_the_flag(words, steps):
+    assert parse(["--data.train", "x", "--steps", "5", *words.split()])[0].logging.profile_steps == steps
 
 
 @pytest.fixture
@@ -82,15 +77,10 @@ def alone(tmp_path):
 def fake_run(folder, steps, device="cpu"):
     said = []
     return SimpleNamespace(
-        folder=folder,
-        device=torch.device(device),
-        schedule=SimpleNamespace(steps=steps),
-        state=SimpleNamespace(step=0),
-        train_step=SimpleNamespace(timer=PhaseTimer(torch.device("cpu"))),
-        telemetry=SimpleNamespace(message=said.append),
-        watchdog=SimpleNamespace(progress=lambda text: None),
-        said=said,
-    )
+        folder=folder, device=torch.device(device), schedule=SimpleNamespace(steps=steps), said=said,
+        state=SimpleNamespace(step=0), train_step=SimpleNamespace(timer=PhaseTimer(torch.device("cpu"))),
+        telemetry=SimpleNamespace(message=said.append), watchdog=SimpleNamespace(progress=lambda text: None),
+    )  # fmt: skip
 
 
 def train(run, count, stop_after=None):
@@ -138,14 +128,8 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, alone, 
 
 def test_on_a_gpu_memory_is_recorded_from_start_to_end(tmp_path, alone, monkeypatch):
     calls = []
-
-    def record(enabled="all", max_entries=None):
-        calls.append(enabled)
-
-    def dump(path):
-        Path(path).write_bytes(pickle.dumps({"segments": []}))
-        calls.append("dump")
-
+    dump = lambda path: calls.append("dump") or Path(path).touch()  # noqa: E731
+    record = lambda enabled="all", max_entries=None: calls.append(enabled)  # noqa: E731
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     run = fake_run(tmp_path, 20, device="cuda")

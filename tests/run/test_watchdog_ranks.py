@@ -16,10 +16,9 @@ from tests.helpers.ranks import run_ranks
 def one_rank_hangs():
     from disco_ds.run.watchdog import Watchdog
 
-    rank = dist.get_rank()
     watchdog = Watchdog(3.0)
     watchdog.progress("step 5: waits for data")
-    if rank == 1:
+    if dist.get_rank() == 1:
         time.sleep(120)
     time.sleep(1.5)  # so that rank 1 is behind by more than the clock's second
     watchdog.progress("step 5: trains")
@@ -53,20 +52,6 @@ def test_a_rank_that_is_lost_before_it_is_watched_is_named():
     assert text.index("rank 1: never seen") < text.index("rank 0: starts"), text
 
 
-def one_rank_is_killed():
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(1000):
-        dist.all_reduce(torch.zeros(1))
-
-
-def test_a_rank_that_is_killed_does_not_leave_the_others_waiting():
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(one_rank_is_killed, 2, timeout_s=90)
-    assert "still running after" not in str(caught.value)
-    assert "rank 1 (exit -9)" in str(caught.value)
-
-
 def one_rank_goes(how):
     from disco_ds.run.watchdog import Watchdog
 
@@ -94,5 +79,7 @@ def test_a_rank_that_goes_is_named_by_the_others(how, said):
     with pytest.raises(AssertionError) as caught:
         run_ranks(one_rank_goes, 3, how, timeout_s=90, patience_s=15)
     text = str(caught.value)
+    assert "still running after" not in text
+    assert how != "killed" or "rank 1 (exit -9)" in text
     for rank in (0, 2):
         assert f"blamed by rank {rank}: '{said}" in text, text
