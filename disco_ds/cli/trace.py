@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from disco_ds.cli.parser import Parser
 from disco_ds.cli.plan import count
 from disco_ds.errors import ConfigError
-from disco_ds.planner.coefficients import TABLE, Coefficients, write_table
-from disco_ds.planner.models import SHIPPED_MODELS, ModelSource, to_stderr, trace_shipped
+from disco_ds.planner.coefficients import Coefficients
+from disco_ds.planner.models import ModelSource, to_stderr
 
 MIB = 2**20
 
@@ -27,11 +26,7 @@ def run_trace(words: Sequence[str]) -> int:
         description="Trace a model's forward and backward without a GPU and say its coefficients: A(b), the highest of "
         "activations, and E(b), what is alive when forward has ended, for b pairs; in MiB, the batch itself included.",
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="open_clip names or JSON files")
-    parser.add_argument("--all", action="store_true", help="trace the models of the shipped table and write it anew")
-    parser.add_argument(
-        "--out", type=Path, default=TABLE, metavar="FILE", help="where --all writes (default: in place)"
-    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="open_clip names or JSON files")
     parser.add_argument("--precision", choices=["bf16", "amp", "fp32"], default="amp")
     parser.add_argument("--checkpointing", default="none", metavar="none|full|every:K|ops|offload")
     parser.add_argument("--attention", choices=["flash", "math"], default="flash")
@@ -40,11 +35,9 @@ def run_trace(words: Sequence[str]) -> int:
     parser.add_argument("--context-length", type=count, metavar="TOKENS")
     parser.add_argument("--no-self-check", action="store_true", help="do not check tracing itself first")
     arguments = parser.parse_args(list(words))
-    if arguments.all == bool(arguments.models):
-        raise ConfigError("trace: give models, or --all")
     if not re.fullmatch(r"none|full|every:[1-9]\d*|ops|offload", arguments.checkpointing):
         raise ConfigError(f"--checkpointing {arguments.checkpointing}: expected none, full, every:K, ops or offload")
-    from disco_ds.planner.tracing.selfcheck import TraceError, cuda_figures, self_check
+    from disco_ds.planner.tracing.selfcheck import TraceError, self_check
 
     if not arguments.no_self_check:
         try:
@@ -53,11 +46,6 @@ def run_trace(words: Sequence[str]) -> int:
             to_stderr(f"disco-plan: {error}")
             return 1
         to_stderr("self-check: " + ", ".join(f"{name} {value:.2%}" for name, value in found.items()))
-    if arguments.all:
-        made, versions = trace_shipped(SHIPPED_MODELS)
-        write_table(made, versions, arguments.out, cuda_figures())
-        print(f"{len(made)} models in {arguments.out}")
-        return 0
     for name in arguments.models:
         started = time.monotonic()
         sizes = {"image_size": arguments.image_size, "context_length": arguments.context_length}

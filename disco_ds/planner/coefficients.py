@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("coefficients.json")
-VERSION = 2
 OPTIMIZER_BYTES = {"adamw": 8, "lion": 4}
 """States of an optimizer for one parameter, in fp32."""
 
@@ -114,21 +113,6 @@ def shipped(name: str) -> Coefficients | None:
     """The shipped coefficients of a model, None if there are none. ``/`` and ``-`` are the same in a name."""
     entry = table()["models"].get(name.replace("/", "-"))
     return None if entry is None else from_json(entry)
-
-
-def write_table(
-    models: Iterable[Coefficients],
-    versions: dict[str, str],
-    path: Path = TABLE,
-    self_check: dict[str, list[int]] | None = None,
-) -> None:
-    """Write the table, one model a line, sorted by name; ``self_check`` are the probe's figures."""
-    lines = [
-        f"{json.dumps(model.name)}: {json.dumps(model.to_json(), separators=(',', ':'))}"
-        for model in sorted(models, key=lambda model: model.name)
-    ]
-    head = json.dumps({"version": VERSION, "made_with": versions, "self_check": self_check or {}})[:-1]
-    path.write_text(f'{head}, "models": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
 
 
 def thin(points: Iterable[Point], total: int, bins: int = 16) -> list[Point]:

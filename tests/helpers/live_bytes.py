@@ -12,50 +12,33 @@ operation (gloo's and NCCL's own buffers, a BLAS workspace).
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from disco_ds.planner.tracing.storages import LiveStorages
 
-class LiveBytes(TorchDispatchMode):
+
+class LiveBytes(LiveStorages):
     """``now`` and ``peak`` bytes of storages born under the mode; ``sent`` bytes a rank puts on the wire."""
 
     def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()
-        self.now = 0
-        self.peak = 0
-        self.peak_op = ""
         self.sent = 0
         self.collectives: list[str] = []
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._sizes: dict[int, int] = {}
+        for tensor in known:
+            self.leave_out(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self._see(leaf.untyped_storage(), before, func)
+                self.leave_out(leaf)  # counted already, or there before
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self.sent += _sent(func.__name__, args)
             self.collectives.append(func.__name__.split(".")[0].strip("_"))
         return result
-
-    def _see(self, storage: torch.UntypedStorage, before: set[int], func: Any) -> None:
-        key = storage._cdata
-        if key in self._sizes or key in self._known or key in before:
-            return  # a view of, or a write to, something that is counted or was there before
-        self._sizes[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        weakref.finalize(storage, self._drop, key).atexit = False
-        if self.now > self.peak:
-            self.peak, self.peak_op = self.now, str(func)
-
-    def _drop(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
 
 
 def _sent(name: str, args: tuple) -> int:

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from benchmarks.trace_models import write_table
 from disco_ds.cli.plan import main
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import ConfigError
@@ -171,7 +172,7 @@ def test_what_cannot_be_traced_says_why():
 def test_a_table_is_written_and_read_back(tmp_path, monkeypatch):
     model = ModelSource("small", lambda _: None, {"config": selfcheck.PROBE}).get("amp", "full")
     path = tmp_path / "coefficients.json"
-    table_module.write_table([model], {"torch": "0", "open_clip": "0"}, path)
+    write_table([model], {"torch": "0", "open_clip": "0"}, {}, path)
     monkeypatch.setattr(table_module, "TABLE", path)
     table_module.table.cache_clear()
     try:

@@ -66,6 +66,10 @@ class LiveStorages(TorchDispatchMode):
             self._see(tensor, category)
         self.peak = max(self.peak, self.now)
 
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Count neither a tensor nor views of it, unless it is counted already."""
+        self._see(tensor, "left out", counted=False)
+
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete."""
         if parameter.grad is not None:
@@ -80,12 +84,14 @@ class LiveStorages(TorchDispatchMode):
         for hook in hooks:
             hook.remove()
 
-    def _see(self, tensor: torch.Tensor, category: str) -> None:
+    def _see(self, tensor: torch.Tensor, category: str, counted: bool = True) -> None:
         kind, storage = tensor.device.type, tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if kind == "meta" or (self.device is not None and kind != self.device) or key in self._live or size == 0:
             return
-        if self.batch is None or size % self.batch:
+        if not counted:
+            size = 0
+        elif self.batch is None or size % self.batch:
             size = -(-size // self.granule) * self.granule
         self._live[key] = (size, category)
         self._add(category, size)

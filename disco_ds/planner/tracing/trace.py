@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
@@ -23,9 +22,10 @@ from torch.utils.flop_counter import flop_registry
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import ConfigError
 from disco_ds.model.activations import apply_policy
-from disco_ds.model.architecture import registered_name
+from disco_ds.model.architecture import open_clip_config, registered_name
+from disco_ds.model.build import create_clip
 from disco_ds.model.towers import Features, TwoTowers, trained_towers
-from disco_ds.planner.coefficients import Coefficients, Point, Trace, thin, trace_key
+from disco_ds.planner.coefficients import Coefficients, Point, Trace, thin
 from disco_ds.planner.tracing import fake_cuda
 from disco_ds.planner.tracing.storages import CUDA_GRANULE, LiveStorages
 
@@ -80,33 +80,18 @@ def build_meta(config: ModelConfig) -> TwoTowers:
 
 @lru_cache(maxsize=1)
 def _plain_meta(config_json: str) -> TwoTowers:
-    import open_clip
-
     config = ModelConfig.model_validate_json(config_json)
     if config.name.startswith(("hf-hub:", "local-dir:")):
         raise ConfigError(f"--model {config.name}: give an open_clip name or a JSON file; weights are not needed here")
-    name = registered_name(config)
-    content = open_clip.get_model_config(name) or {}
+    name, content = registered_name(config), open_clip_config(config)
     if "multimodal_cfg" in content:
         towers: dict[str, Any] = {key: content[key] for key in ("embed_dim", "vision_cfg", "text_cfg")}
         for tower in ("vision_cfg", "text_cfg"):
             towers[tower] = {**towers[tower], "output_tokens": False}
         towers["custom_text"] = True  # its text tower has a class token, which only the separate module knows
         return _plain_meta(ModelConfig(name=f"{name}-towers", config=towers, freeze=config.freeze).model_dump_json())
-    options: dict[str, Any] = {}
-    if config.patch_dropout is not None:
-        options["force_patch_dropout"] = config.patch_dropout
-    before = logging.root.level
-    logging.root.setLevel(logging.ERROR)  # open_clip warns that the model has no weights; nobody needs them here
-    try:
-        clip = open_clip.create_model(name, device="meta", pretrained=None, pretrained_text=False, **options)
-    except Exception as error:
-        raise ConfigError(
-            f"--model {config.name}: open_clip could not build it: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        logging.root.setLevel(before)
-    return TwoTowers(clip, config.freeze)
+    options = {} if config.patch_dropout is None else {"force_patch_dropout": config.patch_dropout}
+    return TwoTowers(create_clip(name, device="meta", **options), config.freeze)
 
 
 def describe(model: TwoTowers, name: str) -> Coefficients:
@@ -243,12 +228,3 @@ def _prime(model: TwoTowers) -> int:
         if all(size % prime for size in fixed):
             return prime
     raise ConfigError(f"every batch of {PRIMES} divides the size of some parameter; the trace would mistake it")
-
-
-def coefficients(
-    config: ModelConfig, precision: str, *, attention: str = "flash", device: str = "cuda"
-) -> Coefficients:
-    """A model with one trace in it."""
-    sizes, traced = trace(config, precision, attention=attention, device=device)
-    sizes.traces[trace_key(precision, config.checkpointing, attention, device)] = traced
-    return sizes
