@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,25 +148,18 @@ def _exceeds(q: Point, p: Point) -> bool:
 
 def _hull(points: list[Point]) -> list[Point]:
     """Points that are the maximum of ``per_pair * b + fixed`` for some b >= 1, by increasing slope."""
+
+    def takes_over(low: Point, high: Point) -> Fraction:
+        """The batch from which the steeper one of two is the higher."""
+        return Fraction(low.fixed - high.fixed, high.per_pair - low.per_pair)
+
     best: dict[int, Point] = {}
     for point in points:
         if point.per_pair not in best or best[point.per_pair].fixed < point.fixed:
             best[point.per_pair] = point
-    hull: list[Point] = []
-    for point in (best[slope] for slope in sorted(best)):
-        while hull and (_value(point, 1) >= _value(hull[-1], 1) or (len(hull) > 1 and _under(hull[-2:], point))):
+    hull: list[tuple[Fraction, Point]] = []  # each with the batch from which it is the highest
+    for _, point in sorted(best.items()):
+        while hull and takes_over(hull[-1][1], point) <= hull[-1][0]:
             hull.pop()
-        hull.append(point)
-    return hull
-
-
-def _value(point: Point, batch: int) -> int:
-    return point.per_pair * batch + point.fixed
-
-
-def _under(pair: list[Point], point: Point) -> bool:
-    """Whether the second of ``pair`` is nowhere above both the first and ``point``."""
-    first, second = pair
-    return (point.fixed - first.fixed) * (second.per_pair - first.per_pair) >= (second.fixed - first.fixed) * (
-        point.per_pair - first.per_pair
-    )
+        hull.append((takes_over(hull[-1][1], point) if hull else Fraction(1), point))
+    return [point for _, point in hull]

@@ -81,7 +81,7 @@ def beside_plan(prediction: Prediction, measured: Measured) -> tuple[str, str | 
     Returns:
         One line for the log, and a warning where what was allocated is further from the plan than 5 % of it.
     """
-    planned = dict(prediction.peak.bytes)
+    planned = prediction.peak.bytes
     # the CUDA context, NCCL and what the allocator holds beyond its blocks are not in max_memory_allocated
     allocated = prediction.peak_bytes - planned["runtime"] - planned["fragmentation"]
     error = measured.allocated / max(allocated, 1) - 1
@@ -89,10 +89,8 @@ def beside_plan(prediction: Prediction, measured: Measured) -> tuple[str, str | 
         f"memory: allocated {gib(measured.allocated)} GiB, planned {gib(allocated)} ({error:+.1%}); reserved "
         f"{gib(measured.reserved)} GiB"
     )
-    base = {"parameters": planned["parameters"], "optimizer": planned["optimizer"]}
-    for name, value in measured.categories.items():
-        if name in base and prediction.peak.name in ("loss", "forward and backward") and prediction.setup.zero != 3:
-            line += f"; {name} {gib(value)} of {gib(base[name])}"
+    if prediction.peak.name in ("loss", "forward and backward") and prediction.setup.zero != 3:
+        line += "".join(f"; {name} {gib(value)} of {gib(planned[name])}" for name, value in measured.categories.items())
     if abs(error) <= WARN_ABOVE:
         return line, None
     side = "more" if error > 0 else "less"

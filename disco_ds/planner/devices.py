@@ -85,10 +85,10 @@ def device_named(name: str) -> Device:
     Raises:
         ConfigError: there is none of that name.
     """
-    for known, device in DEVICES.items():
-        if known.lower() == name.lower():
-            return device
-    raise ConfigError(f"--gpu {name}: not in the table.{nearest(name, list(DEVICES))} Known: {', '.join(DEVICES)}")
+    device = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
+    if device is None:
+        raise ConfigError(f"--gpu {name}: not in the table.{nearest(name, list(DEVICES))} Known: {', '.join(DEVICES)}")
+    return device
 
 
 def device_with(memory: str) -> Device:
@@ -107,15 +107,12 @@ def device_with(memory: str) -> Device:
         return Device(f"{size:g} GiB", size, 312)
     if size in _SOLD_AS:
         return replace(DEVICES[_SOLD_AS[int(size)]], name=f"{size:g} GB device")
-    return Device(f"{size:g} GB device", _usable_gib(size), 312)
-
-
-def _usable_gib(size: float) -> float:
     known = [(0.0, 0.0), *((float(gb), DEVICES[name].usable_gib) for gb, name in _SOLD_AS.items())]
+    usable = known[-1][1] * size / known[-1][0]
     for (low, low_gib), (high, high_gib) in pairwise(known):
         if low <= size <= high:
-            return low_gib + (high_gib - low_gib) * (size - low) / (high - low)
-    return known[-1][1] * size / known[-1][0]
+            usable = low_gib + (high_gib - low_gib) * (size - low) / (high - low)
+    return Device(f"{size:g} GB device", usable, 312)
 
 
 def device_here(kind: str) -> Device:

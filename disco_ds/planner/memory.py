@@ -136,6 +136,7 @@ class _Step:
         self.held = waiting or setup.device == "cpu"  # there the loader's batch is the step's
         self.p = model.parameters
         self.coalesced = setup.reduce_once and batch > micro and setup.zero > 0 and setup.offload == "none"
+        self.host = setup.offload in ("optimizer", "all")
         self.share = -(-self.p // setup.gpus) if setup.zero else self.p
         self.size = setup.parameter_bytes
         self.owned = self._once("owned", owned_gradients, setup.gpus) if setup.zero in (1, 2) else self.p
@@ -172,7 +173,7 @@ class _Step:
     def _base(self) -> dict[str, int]:
         """What is there at every moment."""
         setup, p, share = self.setup, self.p, self.share
-        host = setup.offload in ("optimizer", "all")
+        host = self.host
         masters = 0 if setup.zero == 0 and self.size == 4 else 4
         base = {
             "runtime": setup.runtime_bytes,
@@ -198,19 +199,13 @@ class _Step:
             return 4
         return 6 if self.setup.zero == 3 else 8
 
-    def _input(self, pairs: int) -> int:
-        return pairs * self.model.input_bytes
-
     def _features(self) -> int:
         """Two features a pair, of the whole rank's batch."""
         return 2 * self.batch * self.model.embed_dim * self.trace.feature_bytes
 
     def _activations(self, point: Point) -> dict[str, int]:
         activations = point.per_pair * self.micro + point.fixed
-        if self.held:
-            activations += self._input(self.batch)
-        else:
-            activations += point.input * self.micro
+        activations += self.batch * self.model.input_bytes if self.held else point.input * self.micro
         return {"activations": activations, "features": self._features()}  # the loss's gradient for each feature
 
     def _loss(self) -> Moment:
@@ -227,7 +222,7 @@ class _Step:
         else:
             # the micro-batches' features, and the same in one piece
             terms["features"] = 2 * self._features()
-            terms["activations"] = self._input(self.batch) if self.held else 0
+            terms["activations"] = self.batch * self.model.input_bytes if self.held else 0
             if setup.reuse_last:
                 terms["activations"] += self.trace.end(self.micro, 0 if self.held else None)
         return self._moment("loss", terms, self._gathered(0))
@@ -257,7 +252,7 @@ class _Step:
         before = self.cuts > 1
         if setup.zero == 0:
             return {"gradients": self.size * (self.p if before else done)}
-        if setup.offload in ("optimizer", "all") and setup.zero < 3:
+        if self.host and setup.zero < 3:
             return {"buckets": self._stage_2_buckets() if done else 0}
         if self.coalesced:
             return {**self._gathered(done), "gradients": self.size * self.p}
@@ -271,11 +266,10 @@ class _Step:
             return {**self._gathered(done), "buckets": flat}
         # the rank's own part is allocated when a bucket has been reduced, and its flat copy is gone by then
         owned = self.size * self.owned
-        first = any(at <= done for at, _ in self.full) and not any(at < point.gradients for at, _ in self.full)
         reduced = any(at <= done for at, _ in self.full)
+        first = reduced and not any(at < point.gradients for at, _ in self.full)
         copy = max(flat - owned, 0) if first else flat
-        parts = before + reduced
-        return {"gradients": owned * parts, "buckets": copy + (self._stage_2_buckets() if done else 0)}
+        return {"gradients": owned * (before + reduced), "buckets": copy + (self._stage_2_buckets() if done else 0)}
 
     def _stage_2_buckets(self) -> int:
         return self.buckets.reduce * self._bucket_bytes() * (2 if self.buckets.overlap else 1)
@@ -299,23 +293,21 @@ class _Step:
             whole = self.size * max(p - q, 0) if self.coalesced else 0
             return {"parameters": gathered, "gradients": whole, "buckets": self._flat_copy(self.last)}
         buckets = self._stage_2_buckets()
-        if setup.offload in ("optimizer", "all"):
+        if self.host:
             return {"buckets": buckets + self._flat_copy(self.last)}
         owned = self.size * self.owned
         if setup.zero == 1 or self.coalesced:
             # whole gradients until they are in a bucket; then those not yet there, the flat copy or the rank's own
             first = self._flat_copy(self.full[0][1] if self.full else self.last)
-            after_first = self.size * max(p - q, 0) + (
-                max(first, owned) if self.full or self.coalesced else first + owned
-            )
-            return {"gradients": max(self.size * p, after_first), "buckets": buckets}
+            beside = max(first, owned) if self.full or self.coalesced else first + owned
+            return {"gradients": max(self.size * p, self.size * max(p - q, 0) + beside), "buckets": buckets}
         # earlier micro-batches' sum, what has been reduced of this one
         parts = (self.cuts > 1) + bool(self.full)
         return {"gradients": owned * parts, "buckets": buckets + self._flat_copy(self.last)}
 
     def _gradients_done(self) -> dict[str, int]:
         """Gradients after backward, beyond what stage 3 always holds."""
-        if self.setup.zero == 3 or self.setup.offload in ("optimizer", "all"):
+        if self.setup.zero == 3 or self.host:
             return {}
         return {"gradients": self.size * (self.p if self.setup.zero == 0 else self.owned)}
 
@@ -330,9 +322,13 @@ class _Step:
         """The optimizer's step: gradients in fp32, and its temporaries where it is not fused."""
         setup = self.setup
         terms = self._gradients_done()
-        if setup.offload in ("optimizer", "all"):
+        if self.host:
             return terms
-        updated = self.model.largest if setup.zero == 0 else -(-max(self._groups()) // setup.gpus)
+        updated = (
+            self.model.largest
+            if setup.zero == 0
+            else -(-max(sum(self.model.matrices), self.model.vectors) // setup.gpus)
+        )
         flat = 4 * updated if setup.zero else (4 * self.p if self.size == 2 else 0)
         if setup.zero in (1, 2) and self.size == 2 and setup.device == "cuda":
             flat += 2 * updated  # flat in bf16 for a moment before it is flat in fp32
@@ -340,6 +336,3 @@ class _Step:
         if setup.zero in (1, 2) and temporaries + 4 * updated > terms["gradients"] + flat:
             return {"optimizer": 4 * updated + temporaries}  # what the rank owned was let go when it had been flattened
         return {**terms, "optimizer": flat + temporaries * (setup.zero in (0, 3))}
-
-    def _groups(self) -> tuple[int, int]:
-        return sum(self.model.matrices), self.model.vectors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import NamedTuple
 
 from disco_ds.planner.coefficients import Coefficients
@@ -37,21 +39,10 @@ def owned_gradients(model: Coefficients, gpus: int) -> int:
 
     Partitions are cut from the flat row of parameters; one that a cut goes through is kept whole on both sides.
     """
-    total = sum(model.matrices)
-    share = -(-total // gpus)
-    most = start = 0
-    ends: list[tuple[int, int]] = []
-    for size in model.matrices:
-        ends.append((start, start + size))
-        start += size
-    first = 0
-    for rank in range(min(gpus, -(-total // max(share, 1)))):
-        low, high = rank * share, min((rank + 1) * share, total)
-        while ends[first][1] <= low:
-            first += 1
-        own, index = 0, first
-        while index < len(ends) and ends[index][0] < high:
-            own += ends[index][1] - ends[index][0]
-            index += 1
-        most = max(most, own)
+    edges = [0, *accumulate(model.matrices)]
+    share = -(-edges[-1] // gpus)
+    most = 0
+    for low in range(0, edges[-1], max(share, 1)):
+        first, last = bisect_right(edges, low) - 1, bisect_left(edges, min(low + share, edges[-1]))
+        most = max(most, edges[last] - edges[first])
     return most + -(-model.vectors // gpus)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -127,11 +126,9 @@ class Planner:
     def __init__(self, source: ModelSource) -> None:
         self.source = source
 
-    def setups(self, request: Request) -> Iterator[Setup]:
+    def setups(self, request: Request) -> list[Setup]:
         """Every combination of what the request leaves open."""
-        for policy in self.policies(request):
-            for stage in request.stages:
-                yield request.setup(stage, policy)
+        return [request.setup(stage, policy) for policy in self.policies(request) for stage in request.stages]
 
     def policies(self, request: Request) -> tuple[str, ...]:
         """The checkpointing policies to look at: of an unknown model only the two extremes, each is a trace."""
@@ -179,11 +176,7 @@ class Planner:
         def fits(units: int) -> bool:
             return self.predict(setup, *cut(units)).peak_bytes <= request.limit_bytes
 
-        low = 0
-        for power in range(22, -1, -1):
-            if fits(1 << power):
-                low = 1 << power
-                break
+        low = next((1 << power for power in range(22, -1, -1) if fits(1 << power)), 0)
         if low == 0:
             return self.plan(request, setup, *cut(1))
         high = 2 * low
@@ -275,8 +268,7 @@ def reduction_bytes(setup: Setup, parameters: int, accumulation: int) -> float:
     size = setup.parameter_bytes
     if setup.zero in (0, 1):
         return 2.0 * size * parameters
-    once = setup.reduce_once and setup.offload == "none"
-    reductions = 1 if once else accumulation
+    reductions = 1 if setup.reduce_once and setup.offload == "none" else accumulation
     if setup.zero == 2:
         return size * parameters * (2.0 * reductions + 1.0)
     gathers = (3 if accumulation > 1 else 2) * accumulation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from disco_ds.planner.search import MODEL_FLOPS_SHARE, Plan, Planner, Request, c
 
 SCHEMA = "disco-plan/1"
 """The version in ``--json``: the number changes when a field changes its meaning or goes."""
+
+COMPARED = ("one_block", "disco", "clip")
+"""The losses that an answer is compared over."""
 
 
 def gib(size: float) -> str:
@@ -63,12 +66,9 @@ def breakdown(plan: Plan) -> list[str]:
         bar = "#" * round(40 * max(size, 0) / max(limit, 1))
         mark = "  <- binds" if name == prediction.binding else ""
         lines.append(f"  {name:<14}{gib(size):>8}  {bar[:44]}{mark}")
-    lines.append(
-        f"  {'total':<14}{gib(prediction.peak_bytes):>8}  of {gib(limit)}; headroom {gib(plan.headroom_bytes)}"
-    )
-    others = [
-        f"{moment.name} {gib(moment.total)}" for moment in prediction.moments.values() if moment is not prediction.peak
-    ]
+    total = gib(prediction.peak_bytes)
+    lines.append(f"  {'total':<14}{total:>8}  of {gib(limit)}; headroom {gib(plan.headroom_bytes)}")
+    others = [f"{m.name} {gib(m.total)}" for m in prediction.moments.values() if m is not prediction.peak]
     return [*lines, f"other moments: {', '.join(others)}"]
 
 
@@ -95,33 +95,28 @@ def assumptions(plan: Plan) -> list[str]:
     return notes
 
 
-def what_if(planner: Planner, plan: Plan, count: int = 3) -> list[str]:
-    """The single changes that move the answer most, as sentences, largest first."""
+def what_if(planner: Planner, plan: Plan) -> list[str]:
+    """The three single changes that move the answer most, as sentences, largest first."""
     request, setup = plan.request, plan.setup
     # everything that was left open is pinned to the answer's choice, then one thing changes
     pinned = request.largest(zero=setup.zero, checkpointing=setup.checkpointing)
     base = planner.largest(pinned)
-    options: list[tuple[str, Request]] = []
-    for policy in planner.policies(replace(request, checkpointing="auto")):
-        if policy != setup.checkpointing:
-            options.append((policy_words(policy), replace(pinned, checkpointing=policy)))
-    for stage in (0, 1, 2, 3) if setup.offload == "none" else ():
-        if stage != setup.zero:
-            options.append((f"ZeRO {stage}", replace(pinned, zero=stage)))
-    for loss in ("one_block", "disco", "clip"):
-        if loss != setup.loss:
-            options.append((f"loss {loss}", replace(pinned, loss=loss)))
+    policies = planner.policies(replace(request, checkpointing="auto"))
+    options: list[tuple[str, dict[str, Any]]] = [(policy_words(p), {"checkpointing": p}) for p in policies]
+    if setup.offload == "none":
+        options += [(f"ZeRO {stage}", {"zero": stage}) for stage in (0, 1, 2, 3)]
+    options += [(f"loss {loss}", {"loss": loss}) for loss in COMPARED]
     found: list[tuple[float, str]] = []
     start = base.prediction.per_gpu_batch if base.fits else 0
-    for words, other in options:
-        there = planner.largest(other)
+    for words, change_to in options:  # the present setting among them, which changes nothing
+        there = planner.largest(replace(pinned, **change_to))
         reached = there.prediction.per_gpu_batch if there.fits else 0
         change = abs(reached - start) / max(min(reached, start), 1)
         if change > 0.02:
             slower = there.step_s / max(reached, 1) / (base.step_s / max(start, 1)) - 1 if start and reached else 0.0
             pace = f", about {abs(slower):.0%} {'more' if slower > 0 else 'less'} time a pair" if slower else ""
             found.append((change, f"{words}: {start} -> {reached} pairs per GPU{pace}"))
-    return [text for _, text in sorted(found, key=lambda item: -item[0])[:count]]
+    return [text for _, text in sorted(found, key=lambda item: -item[0])[:3]]
 
 
 def alternatives(planner: Planner, plan: Plan) -> list[str]:
@@ -130,15 +125,12 @@ def alternatives(planner: Planner, plan: Plan) -> list[str]:
     cut_as_asked = request.micro_batch is not None or request.accumulation is not None
     if cut_as_asked or prediction.accumulation > 1 or not plan.fits:
         return []
-    lines = []
-    if prediction.per_gpu_batch < request.min_micro_batch:
-        lines.append(
-            f"note: {prediction.per_gpu_batch} pairs at a time feed a GPU badly (--min-micro-batch "
-            f"{request.min_micro_batch})"
-        )
+    lines, least = [], request.min_micro_batch
+    if prediction.per_gpu_batch < least:
+        lines.append(f"note: {prediction.per_gpu_batch} pairs at a time feed a GPU badly (--min-micro-batch {least})")
     micro = prediction.per_gpu_batch * 3 // 4 // 8 * 8
     for times in (16, 8, 4, 2):
-        if micro < min(request.min_micro_batch, prediction.per_gpu_batch):
+        if micro < min(least, prediction.per_gpu_batch):
             break
         cached = planner.plan(request, setup, micro * times, micro)
         if cached.fits:
@@ -164,14 +156,14 @@ def text_report(planner: Planner, plan: Plan, name: str, near: Plan | None = Non
     return "\n".join(lines)
 
 
-def settings_table(planner: Planner, request: Request, losses: Sequence[str] = ("one_block", "disco", "clip")) -> str:
+def settings_table(planner: Planner, request: Request) -> str:
     """ZeRO x checkpointing x loss: the largest batch of each, or the peak where a batch was given."""
     columns = replace(request, zero="auto").stages
     head = "peak in GiB, * over the device" if request.has_batch else "largest batch per GPU"
     lines = [f"{head}, {request.precision}, {request.gpus} x {request.gpu.name}"]
     lines.append(f"  {'checkpointing':<14}{'loss':<12}" + "".join(f"{f'ZeRO {stage}':>12}" for stage in columns))
     for policy in planner.policies(replace(request, checkpointing="auto")):
-        for loss in losses:
+        for loss in COMPARED:
             cells = [_cell(planner, replace(request, zero=s, checkpointing=policy, loss=loss)) for s in columns]
             lines.append(f"  {policy:<14}{loss:<12}" + "".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
@@ -179,7 +171,7 @@ def settings_table(planner: Planner, request: Request, losses: Sequence[str] = (
 
 def _cell(planner: Planner, request: Request) -> str:
     if request.has_batch:
-        setup, cut = next(iter(planner.setups(request))), cuts(request)[0]
+        setup, cut = planner.setups(request)[0], cuts(request)[0]
         plan = planner.plan(request, setup, cut.per_rank, cut.micro_batch)
         return gib(plan.prediction.peak_bytes) + ("" if plan.fits else "*")
     plan = planner.largest(request)

@@ -25,11 +25,7 @@ def ds_config(plan: Plan, model: Coefficients) -> dict[str, Any]:
     buckets = setup.buckets or planned_buckets({}, model, setup.device, absent="auto")
     zero: dict[str, Any] = {"stage": setup.zero}
     if setup.zero:
-        zero |= {
-            "overlap_comm": "auto",
-            "contiguous_gradients": True,
-            "reduce_bucket_size": buckets.reduce,
-        }
+        zero |= {"overlap_comm": "auto", "contiguous_gradients": True, "reduce_bucket_size": buckets.reduce}
     if setup.zero in (1, 2):
         zero |= {"reduce_scatter": True, "allgather_bucket_size": buckets.reduce + buckets.reduce % 2}
     if setup.zero == 3:
@@ -74,14 +70,11 @@ def run_config(plan: Plan, source: ModelSource, data: str | None, samples: int |
         run["loss"]["tile"] = setup.tile
     if setup.keep_logits != "auto" and setup.loss == "one_block":
         run["loss"]["keep_logits"] = setup.keep_logits
-    cached = {
-        **({"images": "device"} if setup.images_on_device else {}),
-        **({} if setup.reduce_once else {"reduce": "each"}),
-        **({"reuse_last": True} if setup.reuse_last else {}),
-    }
+    cached = {"images": setup.images_on_device and "device", "reduce": not setup.reduce_once and "each"}
+    cached = {name: value for name, value in {**cached, "reuse_last": setup.reuse_last}.items() if value}
     if cached:
         run["cached"] = cached
-    return {**run, "samples": samples} if samples is not None else {**run, "steps": 1000}
+    return run | ({"steps": 1000} if samples is None else {"samples": samples})
 
 
 def write_plan(

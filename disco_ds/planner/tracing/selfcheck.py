@@ -71,21 +71,22 @@ class _Activations(LiveStorages):
 
 def counting() -> float:
     """Largest relative difference of bytes on fake and on real tensors, on the CPU."""
-    worst = 0.0
-    for checkpointing in ("none", "full"):
-        config = probe(checkpointing)
+
+    def error(config: ModelConfig) -> float:
         sizes, fake = trace(config, "fp32", device="cpu")
-        worst = max(worst, abs(fake.peak(BATCH, sizes.input_bytes) / real_peak(config, BATCH) - 1))
-    return worst
+        return abs(fake.peak(BATCH, sizes.input_bytes) / real_peak(config, BATCH) - 1)
+
+    return max(error(probe("none")), error(probe("full")))
 
 
 def order() -> float:
     """... of the Python walk and torch's own engine."""
-    worst = 0.0
-    for checkpointing in ("none", "full"):
-        own, walked = (trace(probe(checkpointing), "fp32", device="cpu", walk=walk)[1] for walk in (False, True))
-        worst = max(worst, abs(walked.peak(BATCH, 0) / own.peak(BATCH, 0) - 1))
-    return worst
+
+    def error(config: ModelConfig) -> float:
+        own, walked = (trace(config, "fp32", device="cpu", walk=walk)[1].peak(BATCH, 0) for walk in (False, True))
+        return abs(walked / own - 1)
+
+    return max(error(probe("none")), error(probe("full")))
 
 
 def cuda() -> float:
