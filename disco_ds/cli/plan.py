@@ -160,8 +160,14 @@ def _answer(arguments: argparse.Namespace) -> int:
     plan = planner.best(request)
     near = None if plan.fits else nearest_fitting(planner, request)
     notes: list[str] = []
-    if arguments.write is not None:
-        notes.append(_write(arguments, source, plan))
+    if arguments.write is not None and not plan.fits:
+        notes.append(f"--write {arguments.write}: nothing was written, since this does not fit; ask for what fits")
+    elif arguments.write is not None:
+        from disco_ds.planner.write import write_plan
+
+        ds_config, run = write_plan(arguments.write, plan, source, arguments.data, arguments.samples)
+        start = f"deepspeed launch/train.py --config {run} --ds_config {ds_config}"
+        notes.append(f"wrote {ds_config} and {run}; start with: {start}")
     if arguments.plot is not None:
         from disco_ds.planner.plot import plot
 
@@ -175,17 +181,6 @@ def _answer(arguments: argparse.Namespace) -> int:
         for note in notes:
             print(note)
     return 0 if plan.fits else 1
-
-
-def _write(arguments: argparse.Namespace, source: ModelSource, plan: Plan) -> str:
-    """``--write``: the files, and what there is to say of them."""
-    if not plan.fits:
-        return f"--write {arguments.write}: nothing was written, since this does not fit; ask for what fits instead"
-    from disco_ds.planner.write import write_plan
-
-    paths = write_plan(arguments.write, plan, source, arguments.data, arguments.samples)
-    start = f"deepspeed launch/train.py --config {paths[1]} --ds_config {paths[0]}"
-    return f"wrote {paths[0]} and {paths[1]}; start with: {start}"
 
 
 def nearest_fitting(planner: Planner, request: Request) -> Plan | None:

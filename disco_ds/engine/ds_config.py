@@ -81,10 +81,9 @@ def solve_batch(
             f"the batch is not given: set global_batch (pairs per step over all GPUs; --global_batch 32768), or "
             f"train_batch_size in {source}"
         )
-    factors = [(ranks.format(world_size), world_size), (f"{names[1]} {micro}", micro)]
-    factors.append((f"gradient_accumulation_steps {steps}", steps))
-    words = " x ".join(word for word, value in factors if word and value is not None)
-    product = math.prod(value for _, value in factors if value is not None)
+    factors = {ranks.format(world_size): world_size, f"{names[1]} {micro}": micro, f"{BATCH_KEYS[2]} {steps}": steps}
+    given_factors = {word: value for word, value in factors.items() if value is not None}
+    words, product = " x ".join(filter(None, given_factors)), math.prod(given_factors.values())
     total = product if total is None else total
     if micro is not None and steps is not None and product != total:
         raise ConfigError(f'{names[0]} {total} is not {words} = {product}; write "auto" for one of them in {source}')

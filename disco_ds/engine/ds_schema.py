@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import (
     AliasChoices,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -36,6 +35,15 @@ from disco_ds.errors import ConfigError, nearest
 
 AUTO: Final = "auto"
 Auto = Literal["auto"]
+EXAMPLES = {
+    "zero_optimization": '{"stage": 2}',
+    "offload_optimizer": '{"device": "cpu"}',
+    "offload_param": '{"device": "cpu"}',
+    "bf16": '{"enabled": "auto"}',
+    "torch_autocast": '{"enabled": "auto"}',
+    "activation_checkpointing": '{"partition_activations": true}',
+}
+"""What messages show in place of a section that is no object."""
 
 
 def _of_key(key: str, text: str) -> PydanticCustomError:
@@ -80,24 +88,12 @@ def _expected(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _section(example: str = "") -> BeforeValidator:
-    """A section is an object."""
-
-    def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError(f"expected an object{f' such as {example}' if example else ''}, found {_shown(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
 Switch = Annotated[StrictBool, _expected("true or false")]
 SwitchOrAuto = Annotated[StrictBool | Auto, _expected('true or false or "auto"')]
 Size = Annotated[StrictInt, Field(ge=0), _expected("a whole number, 0 or more")]
 SizeOrAuto = Annotated[Annotated[StrictInt, Field(ge=0)] | Auto, _expected('a whole number, 0 or more or "auto"')]
 Count = Annotated[Annotated[StrictInt, Field(ge=1)] | Auto, _expected('a positive whole number or "auto"')]
 Positive = Annotated[StrictFloat, Field(gt=0), _expected("a positive number")]
-Anything = Annotated[dict[str, Any], _section()]
 
 
 class _Section(BaseModel):
@@ -138,8 +134,8 @@ class Zero(_Section):
     stage3_max_live_parameters: SizeOrAuto | None = _stage3("max_live_parameters")
     stage3_max_reuse_distance: Size | None = _stage3("max_reuse_distance")
     stage3_param_persistence_threshold: SizeOrAuto | None = _stage3("param_persistence_threshold")
-    offload_optimizer: Annotated[Offload, _section('{"device": "cpu"}')] | None = None
-    offload_param: Annotated[Offload, _section('{"device": "cpu"}')] | None = None
+    offload_optimizer: Offload | None = None
+    offload_param: Offload | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -189,16 +185,11 @@ class ActivationCheckpointing(_Section):
     profile: Switch = False
     synchronize_checkpoint_boundary: Switch = False
 
-    @field_validator("contiguous_memory_optimization", "contiguous_checkpointing")
+    @field_validator("contiguous_memory_optimization", "contiguous_checkpointing", "cpu_checkpointing")
     @classmethod
-    def _unequal_blocks(cls, value: bool) -> bool:
-        if value:
+    def _honoured_here(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.field_name != "cpu_checkpointing":
             raise ValueError("it fails with two towers of unequal blocks; take it out")
-        return value
-
-    @field_validator("cpu_checkpointing")
-    @classmethod
-    def _with_partitions(cls, value: bool, info: ValidationInfo) -> bool:
         if value and not info.data.get("partition_activations"):
             raise ValueError(
                 "DeepSpeed honours it only together with partition_activations; set both, or --model.checkpointing "
@@ -212,18 +203,16 @@ class DsConfig(_Section):
 
     model_config = ConfigDict(extra="forbid")
 
-    zero_optimization: Annotated[Zero, _section('{"stage": 2}')] = Zero()
+    zero_optimization: Zero = Zero()
     train_batch_size: Count = AUTO
     train_micro_batch_size_per_gpu: Count = AUTO
     gradient_accumulation_steps: Count = AUTO
     gradient_clipping: Annotated[
         Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] | Auto, _expected('a number, 0 or more or "auto"')
     ] = AUTO
-    bf16: Annotated[Bf16, _section('{"enabled": "auto"}')] = Bf16()
-    torch_autocast: Annotated[Autocast, _section('{"enabled": "auto"}')] = Autocast()
-    activation_checkpointing: Annotated[ActivationCheckpointing, _section('{"partition_activations": true}')] = (
-        ActivationCheckpointing()
-    )
+    bf16: Bf16 = Bf16()
+    torch_autocast: Autocast = Autocast()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"], _expected("fp32, fp16 or bf16")] | None = None
     prescale_gradients: Switch = False
     gradient_predivide_factor: Positive = 1.0
@@ -235,12 +224,12 @@ class DsConfig(_Section):
     dump_state: Switch = False
     disable_python_gc: Switch = False
     log_level: Any = None
-    aio: Anything | None = None
-    flops_profiler: Anything | None = None
-    comms_logger: Anything | None = None
-    checkpoint: Anything | None = None
-    data_types: Anything | None = None
-    compile: Anything | None = None
+    aio: dict[str, Any] | None = None
+    flops_profiler: dict[str, Any] | None = None
+    comms_logger: dict[str, Any] | None = None
+    checkpoint: dict[str, Any] | None = None
+    data_types: dict[str, Any] | None = None
+    compile: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -300,6 +289,9 @@ def checked(content: dict[str, Any], source: str) -> dict[str, Any]:
     context, path = first.get("ctx", {}), [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
         text = f"DeepSpeed has no such key.{nearest(path[-1], sorted(DsConfig.model_fields))}"
+    elif first["type"] in ("model_type", "dict_type"):
+        example = f" such as {EXAMPLES[path[-1]]}" if path[-1] in EXAMPLES else ""
+        text = f"expected an object{example}, found {_shown(first['input'])}"
     elif first["type"] == "key":
         path, text = [*path, context["key"]], context["text"]
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from disco_ds.errors import ConfigError
 from disco_ds.planner.memory import CATEGORIES, GIB
-from disco_ds.planner.search import Plan, Planner
+from disco_ds.planner.search import Plan, Planner, Request
 
 COLOURS = {
     "runtime": "#8c8c8c", "parameters": "#4c72b0", "gradients": "#64b5cd", "optimizer": "#8172b3",
@@ -51,28 +51,26 @@ def plot(planner: Planner, plan: Plan, name: str, path: Path) -> Path:
     return path
 
 
+def _pinned(plan: Plan, **changes: Any) -> Request:
+    """The largest batch in one pass with the plan's settings."""
+    return plan.request.largest(
+        zero=plan.setup.zero, checkpointing=plan.setup.checkpointing, micro_batch=None, accumulation=None, **changes
+    )
+
+
 def _memory(axes: Any, planner: Planner, plan: Plan) -> None:
     """Stacked bytes at the highest moment, for whole batches up to a quarter beyond the limit."""
     setup, limit = plan.setup, plan.request.limit_bytes
-    pinned = plan.request.largest(
-        zero=setup.zero, checkpointing=setup.checkpointing, micro_batch=None, accumulation=None
-    )
-    largest = max(planner.largest(pinned).prediction.per_gpu_batch, 8)
+    largest = max(planner.largest(_pinned(plan)).prediction.per_gpu_batch, 8)
     batches = sorted({max(1, round(largest * 1.25 * step / 48)) for step in range(1, 49)})
     moments = [planner.predict(setup, batch).peak for batch in batches]
     stacks = [[moment.bytes[category] / GIB for moment in moments] for category in CATEGORIES]
     axes.stackplot(batches, stacks, labels=CATEGORIES, colors=[COLOURS[c] for c in CATEGORIES], linewidth=0)
     axes.axhline(limit / GIB, color="black", linewidth=1.2)
-    axes.annotate(
-        f"{limit / GIB:.2f} GiB",
-        (batches[-1], limit / GIB),
-        xytext=(-4, 4),
-        textcoords="offset points",
-        fontsize=9,
-        ha="right",
-    )  # fmt: skip
+    small = {"textcoords": "offset points", "fontsize": 9}
+    axes.annotate(f"{limit / GIB:.2f} GiB", (batches[-1], limit / GIB), xytext=(-4, 4), ha="right", **small)
     axes.axvline(largest, color="black", linewidth=0.8, linestyle=":")
-    axes.annotate(f"{largest} pairs", (largest, 0), xytext=(5, 8), textcoords="offset points", fontsize=9)
+    axes.annotate(f"{largest} pairs", (largest, 0), xytext=(5, 8), **small)
     axes.set(
         title=f"Memory of one GPU, {setup.gpus} GPUs, loss {setup.loss}", xlabel="pairs per GPU, in one pass",
         ylabel="GiB", xlim=(batches[0], batches[-1]), ylim=(0, limit / GIB * 1.4),
@@ -87,11 +85,7 @@ def _batches(axes: Any, planner: Planner, plan: Plan) -> None:
     for loss, (label, colour) in LOSSES.items():
         sizes = []
         for count in counts:
-            request = plan.request.largest(
-                gpus=count, loss=loss, zero=plan.setup.zero, checkpointing=plan.setup.checkpointing,
-                micro_batch=None, accumulation=None,
-            )  # fmt: skip
-            best = planner.largest(request)
+            best = planner.largest(_pinned(plan, gpus=count, loss=loss))
             sizes.append(best.global_batch if best.fits else float("nan"))
         axes.plot(counts, sizes, marker="o", markersize=4, label=label, color=colour)
     axes.set_xscale("log", base=2)

@@ -70,10 +70,10 @@ def run_config(plan: Plan, source: ModelSource, data: str | None, samples: int |
         run["loss"]["tile"] = setup.tile
     if setup.keep_logits != "auto" and setup.loss == "one_block":
         run["loss"]["keep_logits"] = setup.keep_logits
-    cached = {"images": setup.images_on_device and "device", "reduce": not setup.reduce_once and "each"}
-    cached = {name: value for name, value in {**cached, "reuse_last": setup.reuse_last}.items() if value}
-    if cached:
-        run["cached"] = cached
+    cached = {"images": "device"} if setup.images_on_device else {}
+    cached |= {} if setup.reduce_once else {"reduce": "each"}
+    if cached or setup.reuse_last:
+        run["cached"] = cached | ({"reuse_last": True} if setup.reuse_last else {})
     return run | ({"steps": 1000} if samples is None else {"samples": samples})
 
 

@@ -59,9 +59,8 @@ def _fused_attention(
     """The choice of torch's sdp_utils on sm80 and later: flash without a mask, else memory-efficient."""
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     if attn_mask is None and query.dtype != torch.float32:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
-            0
-        ]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
@@ -157,20 +156,13 @@ class _Walk:
             _, key = heapq.heappop(self.ready)
             node, gradients = self.nodes.pop(key), self.inputs.pop(key, {})
             if type(node).__name__ == "AccumulateGrad":
-                self._accumulate(node.variable, gradients)
+                node.variable.grad = gradients.pop(0).detach()  # of one backward, so there is none yet
+                self.on_gradient(node.variable)
             else:
                 outputs = self._call(node, gradients)
                 following = node.next_functions
                 del node
                 self._hand_on(following, outputs)
-
-    def _accumulate(self, parameter: Tensor, gradients: dict[int, Tensor]) -> None:
-        gradient = gradients.pop(0)
-        if parameter.grad is None:
-            parameter.grad = gradient.detach()
-        else:
-            parameter.grad.add_(gradient)
-        self.on_gradient(parameter)
 
     @staticmethod
     def _call(node: Any, gradients: dict[int, Tensor]) -> list[Tensor | None]:

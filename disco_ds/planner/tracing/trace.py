@@ -90,7 +90,7 @@ def _plain_meta(config_json: str) -> TwoTowers:
             towers[tower] = {**towers[tower], "output_tokens": False}
         towers["custom_text"] = True  # its text tower has a class token, which only the separate module knows
         return _plain_meta(ModelConfig(name=f"{name}-towers", config=towers, freeze=config.freeze).model_dump_json())
-    options = {} if config.patch_dropout is None else {"force_patch_dropout": config.patch_dropout}
+    options: dict[str, Any] = {} if config.patch_dropout is None else {"force_patch_dropout": config.patch_dropout}
     return TwoTowers(create_clip(name, device="meta", **options), config.freeze)
 
 
