@@ -1,9 +1,9 @@
-"""The charts that are bars or stacks: where the time went, and data faults."""
+"""The charts that are bars or stacks: where the time went, data faults, and memory as planned and as measured."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -12,8 +12,17 @@ from disco_ds.report.run_folder import RunFolder, number
 from disco_ds.report.style import OTHER, RUN_COLOURS, Chart, add_legend, label_axes, new_figure, prefix
 from disco_ds.report.text import elide
 
-PHASES = {"data": "#937860", "forward": "#4f94cd", "loss": "#c44e52", "backward": "#55a868", "step": "#8172b3"}
+_PHASES = {"data": "#937860", "forward": "#4f94cd", "loss": "#c44e52", "backward": "#55a868", "step": "#8172b3"}
 """Where the time of a step goes (metrics time_in_*), and the rest as "other"."""
+
+GIB = 2**30
+REST, HELD = "allocated, other", "held by the allocator"
+COLOURS = {
+    "parameters": "#4c72b0", "optimizer": "#8172b3", "gradients": "#64b5cd", "buckets": "#937860",
+    "features": "#ccb974", "loss": "#c44e52", "activations": "#55a868", REST: "#7f9f7f", HELD: OTHER,
+}  # fmt: skip
+"""The categories of the planner that the allocator can see, what of the measurement has no category, and what it holds
+beyond its blocks (the planner's "fragmentation")."""
 
 _STRETCHES = 100  # of a stack over steps
 _MOST_BARS = 12
@@ -57,7 +66,7 @@ def seconds_by_phase(run: RunFolder) -> tuple[list[int], dict[str, np.ndarray]]:
         line for line in run.metrics if number(line.get("step_s"), 0) > 0 and number(line.get("time_in_data")) >= 0
     ]
     step_s = np.array([line["step_s"] for line in lines])
-    stacks = {name: step_s * [number(line.get(f"time_in_{name}"), 0) for line in lines] for name in PHASES}
+    stacks = {name: step_s * [number(line.get(f"time_in_{name}"), 0) for line in lines] for name in _PHASES}
     # what is in no phase, such as logging; device and host run at once, so that phases can sum to more than the step
     stacks["other"] = np.maximum(step_s - sum(stacks.values()), 0) if lines else step_s
     return [line["step"] for line in lines], stacks
@@ -65,7 +74,7 @@ def seconds_by_phase(run: RunFolder) -> tuple[list[int], dict[str, np.ndarray]]:
 
 def where_time_went(runs: Sequence[RunFolder]) -> Chart | None:
     """Seconds of a step by phase: over the steps of one run, as means of several."""
-    title, colours = "Where the time went", {**PHASES, "other": OTHER}
+    title, colours = "Where the time went", {**_PHASES, "other": OTHER}
     logged = [(run, stacks) for run in runs for steps, stacks in [seconds_by_phase(run)] if steps]
     rows = [
         (elide(run.label) if len(runs) > 1 else "mean", {name: float(values.mean()) for name, values in stacks.items()})
@@ -93,17 +102,69 @@ def where_time_went(runs: Sequence[RunFolder]) -> Chart | None:
 
 def faults(runs: Sequence[RunFolder]) -> Chart | None:
     """Samples dropped and shards broken, by source and reason."""
-    rows: dict[str, Counter[str]] = {}
+    rows: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    totals: Counter[str] = Counter()
     for run in runs:
         for name, count in run.faults().items():
             source, _, reason = name.rpartition("/")
-            rows.setdefault(elide(prefix(run, runs, 16) + (source or "all data")), Counter())[reason] += count
+            rows[elide(prefix(run, runs, 16) + (source or "all data"))][reason] += count
+            totals[reason] += count
     if not rows:
         return None
-    totals: Counter[str] = Counter()
-    for row in rows.values():
-        totals.update(row)
     palette = itertools.chain(RUN_COLOURS, itertools.repeat(OTHER))
     colours = dict(zip([reason for reason, _ in totals.most_common()], palette, strict=False))
     largest = sorted(rows.items(), key=lambda row: -row[1].total())[:_MOST_BARS]
     return stacked_bars("faults", "Data faults by source", largest, colours, "faults", lambda total: f"{total:,.0f}")
+
+
+def memory_parts(run: RunFolder) -> dict[str, dict[str, int]]:
+    """Bytes by category of "planned" and "measured"; empty where the run made no comparison."""
+    planned, counted = run.memory.get("planned"), run.memory.get("counted")
+    allocated, reserved = (int(number(run.memory.get(name), 0)) for name in ("allocated", "reserved"))
+    if not isinstance(planned, dict) or not isinstance(counted, dict) or not allocated:
+        return {}
+    plan = {name: int(number(planned.get(name), 0)) for name in COLOURS if name in planned}
+    found = {name: int(number(counted.get(name), 0)) for name in ("parameters", "optimizer")}
+    found[REST] = max(allocated - sum(found.values()), 0)
+    found[HELD] = max(reserved - allocated, 0)
+    return {"planned": {**plan, HELD: int(number(planned.get("fragmentation"), 0))}, "measured": found}
+
+
+def memory_error(run: RunFolder) -> float | None:
+    """How far what was allocated is from the plan, as a share of the plan."""
+    parts = memory_parts(run)
+    if not parts:
+        return None
+    planned, measured = (sum(v for k, v in parts[kind].items() if k != HELD) for kind in ("planned", "measured"))
+    return measured / planned - 1 if planned else None
+
+
+def planned_and_measured(runs: Sequence[RunFolder]) -> Chart | None:
+    """Memory of one GPU, planned above measured, as stacked bars."""
+    rows = [
+        (f"{elide(run.label, 16)} {kind}" if len(runs) > 1 else kind, {k: v / GIB for k, v in parts.items()})
+        for run in runs
+        for kind, parts in memory_parts(run).items()
+    ]
+    if not rows:
+        return None
+    title, label = "Memory, planned and measured", "GiB on rank 0's GPU"
+    return stacked_bars("memory", title, rows, COLOURS, label, lambda total: f"{total:.2f}")
+
+
+def memory_words(run: RunFolder) -> str:
+    """What the comparison of planned and measured memory says, or why there is none."""
+    error, start = memory_error(run), run.starts[-1] if run.starts else {}
+    if error is not None:
+        runtime = number((run.memory.get("planned") or {}).get("runtime"), 0) / GIB
+        return (
+            f"Measured after step {run.memory.get('step')}: allocated memory is {error:+.1%} from the plan at its "
+            f"highest moment, “{run.memory.get('moment')}”. The CUDA context and NCCL, planned at {runtime:.2f} GiB, "
+            f"are in neither bar."
+        )
+    if start.get("device") == "cpu":
+        return (
+            "Plan and measurement are not compared on a CPU: what is logged there is the highest resident memory of "
+            "rank 0's process, with Python and all libraries in it. disco-plan says what a GPU would take."
+        )
+    return "No comparison of plan and measurement: the run makes it on GPUs, after its third step."

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from disco_ds.report.run_folder import RunFolder, number
-from disco_ds.report.series import SMOOTH_FROM, smoothed, thinned
 from disco_ds.report.style import FAINT, RUN_COLOURS, SHADES, Chart, add_legend, label_axes, new_figure, prefix
 from disco_ds.report.text import short
 
 Runs = Sequence[RunFolder]
+
+SMOOTH_FROM = 20
+"""Logged steps from which on a noisy curve is smoothed."""
+_STRETCHES = 400  # of a thinned curve: two for each pixel of a phone
 
 
 class _Curves:
@@ -97,7 +100,7 @@ def loss(runs: Runs) -> Chart | None:
     shown = [math.log(batch) for batch in _batches(runs)]
     for run in runs:
         values = run.series("loss")[1]
-        curve, finite = smoothed(values) if len(values) >= SMOOTH_FROM else values, values[np.isfinite(values)]
+        curve, finite = smoothed(values), values[np.isfinite(values)]
         # a single spike of what is drawn faint does not set the scale
         shown += [*curve[np.isfinite(curve)], *(np.percentile(finite, [1, 99]) if len(finite) else [])]
     if shown:
@@ -105,22 +108,6 @@ def loss(runs: Runs) -> Chart | None:
         margin = 0.06 * (high - low) or 0.1
         chart.figure.axes[0].set_ylim(max(low - margin, 0) if low >= 0 else low - margin, high + margin)
     return chart
-
-
-def learning_rate(runs: Runs) -> Chart | None:
-    """Learning rate over steps."""
-    return metric(runs, "lr", "Learning rate", "learning rate", digits="", from_zero=True)
-
-
-def logit_scale(runs: Runs) -> Chart | None:
-    """logit_scale, the inverse temperature, over steps."""
-    return metric(runs, "logit_scale", "logit_scale", "logit_scale (1 / temperature)", digits=".2f")
-
-
-def throughput(runs: Runs) -> Chart | None:
-    """Pairs a second over all ranks."""
-    label = "pairs / s, all ranks"
-    return metric(runs, "samples_per_s", "Throughput", label, digits=",.0f", smooth=True, from_zero=True)
 
 
 def gradient_norm(runs: Runs) -> Chart | None:
@@ -195,3 +182,28 @@ def _limit_to_shares(curves: _Curves, chance: str, words: str) -> None:
 def resumes(run: RunFolder) -> list[int]:
     """Steps after which the run was started again."""
     return sorted({start["step"] for start in run.starts if start["step"] > 0})
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Centred mean over a thirtieth of the curve, NaN passed over; a curve shorter than SMOOTH_FROM stays as it is."""
+    if len(values) < SMOOTH_FROM:
+        return values
+    reach = max(1, len(values) // 60)
+    finite = np.isfinite(values)
+    sums = np.cumsum([0.0, *np.where(finite, values, 0.0)])
+    counts = np.cumsum([0, *finite])
+    middle = np.arange(len(values))
+    low, high = np.maximum(middle - reach, 0), np.minimum(middle + reach + 1, len(values))
+    found = counts[high] - counts[low]
+    return np.where(found > 0, (sums[high] - sums[low]) / np.maximum(found, 1), np.nan)
+
+
+def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most two points for each of 400 stretches of a long curve, its lowest and its highest, in order."""
+    if len(x) <= 2 * _STRETCHES:
+        return x, y
+    keep = []
+    for part in np.array_split(np.arange(len(x)), _STRETCHES):
+        finite = part[np.isfinite(y[part])]
+        keep += sorted({finite[np.argmin(y[finite])], finite[np.argmax(y[finite])]}) if len(finite) else [part[0]]
+    return x[keep], y[keep]

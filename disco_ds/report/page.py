@@ -10,9 +10,8 @@ from pathlib import Path
 from disco_ds import __version__
 from disco_ds.files import replace_text
 from disco_ds.report import picture
-from disco_ds.report.head import head
 from disco_ds.report.run_folder import RunFolder, read_runs
-from disco_ds.report.sections import Section, sections
+from disco_ds.report.sections import Section, head, sections
 from disco_ds.report.style import DARK, chart_settings, inline_svg, variable
 from disco_ds.run_layout import PAGE, PICTURE
 

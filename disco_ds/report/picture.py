@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from disco_ds.files import replacing
-from disco_ds.report.head import head
 from disco_ds.report.run_folder import RunFolder
-from disco_ds.report.sections import Section
+from disco_ds.report.sections import Section, head
 from disco_ds.report.style import FAINT, INK, WIDTH, Chart, chart_settings
 from disco_ds.report.text import fit, font_file, printable
 
@@ -40,8 +38,10 @@ def save(path: Path, runs: Sequence[RunFolder], parts: Sequence[Section]) -> Non
     for label, heldout in (each for part in parts for each in part.heldout):
         name = f"{label}: held-out" if len(runs) > 1 else "Held-out"
         words = f"{name} images at step {heldout['step']} and the captions most similar to them, the right one green"
-        blocks += [_heading(words), _grid([_heldout(image) for image in heldout["images"]])]
-    _save(path, _padded(_stacked(blocks)))
+        canvas, draw = _canvas(_WHOLE)
+        heading = canvas.crop((0, 0, _WHOLE, _write(draw, 0, 0, words, width=_WHOLE, size=15, bold=True)))
+        blocks += [heading, _grid([_heldout(image) for image in heldout["images"]])]
+    _save(path, ImageOps.expand(_grid(blocks, columns=1), MARGIN, "white"))
 
 
 def save_each(folder: Path, runs: Sequence[RunFolder], parts: Sequence[Section]) -> int:
@@ -53,7 +53,7 @@ def save_each(folder: Path, runs: Sequence[RunFolder], parts: Sequence[Section])
     pictures = {chart.name: _chart(chart, 160) for part in parts for chart in part.charts}
     for label, heldout in (each for part in parts for each in part.heldout):
         name = "heldout" if len(runs) == 1 else "heldout-" + re.sub(r"[^\w.-]+", "-", label)
-        pictures[name] = _padded(_grid([_heldout(image) for image in heldout["images"]]))
+        pictures[name] = ImageOps.expand(_grid([_heldout(image) for image in heldout["images"]]), MARGIN, "white")
     for name, picture in pictures.items():
         _save(folder / f"{name}.png", picture)
     return len(pictures)
@@ -89,39 +89,26 @@ def _header(runs: Sequence[RunFolder], parts: Sequence[Section]) -> Image.Image:
     return canvas.crop((0, 0, _WHOLE, y))
 
 
-def _heading(words: str) -> Image.Image:
-    canvas, draw = _canvas(_WHOLE)
-    return canvas.crop((0, 0, _WHOLE, _write(draw, 0, 0, words, width=_WHOLE, size=15, bold=True)))
-
-
 def _heldout(shown: dict[str, Any]) -> Image.Image:
     """An image beside the captions ranked first; where no right one is among them, a right one follows."""
     canvas, draw = _canvas(_COLUMN)
     try:
         image = Image.open(io.BytesIO(base64.b64decode(shown["src"].partition(",")[2]))).convert("RGB")
+        # a small drawing stays as sharp as it is
+        how = Image.Resampling.NEAREST if max(image.size) <= 64 else Image.Resampling.LANCZOS
+        canvas.paste(ImageOps.contain(image, (_IMAGE, _IMAGE), how))
     except (OSError, ValueError):  # it is none
-        image = Image.new("RGB", (1, 1), FAINT)
-    scale = _IMAGE / max(image.size)
-    # a small drawing stays as sharp as it is
-    how = Image.Resampling.NEAREST if max(image.size) <= 64 else Image.Resampling.LANCZOS
-    canvas.paste(image.resize([max(1, round(side * scale)) for side in image.size], how), (0, 0))
+        canvas.paste(FAINT, (0, 0, _IMAGE, _IMAGE))
     captions = [(f"{c['similarity']:.2f}", str(c["text"]), bool(c["right"])) for c in shown["top"][:10]]
     if not any(right for *_, right in captions):
         captions += [("…", str(text), True) for text in shown["captions"][:1]]
     left, y = _IMAGE + 12, 0
+    at = left + _SIMILARITY
     for similarity, text, right in captions:
         _write(draw, left, y, similarity, width=_SIMILARITY, colour=GREEN if right else FAINT)
-        at = left + _SIMILARITY
-        colour = GREEN if right else INK
-        y = _write(draw, at, y, text, width=_COLUMN - at, lines=2, bold=right, colour=colour)
-    y = _write(
-        draw,
-        left,
-        y,
-        f"right one: rank {shown['rank']:,}",
-        width=_COLUMN - left,
-        colour=GREEN if shown["rank"] == 1 else FAINT,
-    )
+        y = _write(draw, at, y, text, width=_COLUMN - at, lines=2, bold=right, colour=GREEN if right else INK)
+    colour = GREEN if shown["rank"] == 1 else FAINT
+    y = _write(draw, left, y, f"right one: rank {shown['rank']:,}", width=_COLUMN - left, colour=colour)
     return canvas.crop((0, 0, _COLUMN, max(y, _IMAGE)))
 
 
@@ -147,28 +134,12 @@ def _canvas(width: int, height: int = _TALLEST) -> tuple[Image.Image, ImageDraw.
     return canvas, ImageDraw.Draw(canvas)
 
 
-def _grid(tiles: Sequence[Image.Image]) -> Image.Image:
-    """Tiles of one column's width in rows, each row as high as its highest."""
-    rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
-    pictures = []
-    for row in rows:
-        canvas, _ = _canvas(_WHOLE, max(tile.height for tile in row))
+def _grid(tiles: Sequence[Image.Image], columns: int = COLUMNS) -> Image.Image:
+    """Tiles in rows, each row as high as its highest."""
+    rows = [tiles[start : start + columns] for start in range(0, len(tiles), columns)]
+    heights = [max(tile.height for tile in row) for row in rows]
+    canvas, _ = _canvas(_WHOLE, max(sum(heights) + GAP * (len(rows) - 1), 1))
+    for number, row in enumerate(rows):
         for place, tile in enumerate(row):
-            canvas.paste(tile, (place * (_COLUMN + GAP), 0))
-        pictures.append(canvas)
-    return _stacked(pictures)
-
-
-def _stacked(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Pictures below each other."""
-    tops = list(itertools.accumulate((picture.height + GAP for picture in pictures), initial=0))
-    canvas, _ = _canvas(_WHOLE, max(tops[-1] - GAP, 1))
-    for picture, top in zip(pictures, tops, strict=False):
-        canvas.paste(picture, (0, top))
-    return canvas
-
-
-def _padded(picture: Image.Image) -> Image.Image:
-    canvas, _ = _canvas(picture.width + 2 * MARGIN, picture.height + 2 * MARGIN)
-    canvas.paste(picture, (MARGIN, MARGIN))
+            canvas.paste(tile, (place * (_COLUMN + GAP), sum(heights[:number]) + GAP * number))
     return canvas

@@ -10,13 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from disco_ds.report.differences import ABSENT, differences, flat, settings, settings_of_start
-from disco_ds.report.memory import GIB
+from disco_ds.report.bars import GIB
+from disco_ds.report.curves import smoothed
 from disco_ds.report.run_folder import RunFolder, number
-from disco_ds.report.series import SMOOTH_FROM, smoothed
 from disco_ds.run_layout import SKIPPED
 
 DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
+ABSENT = "–"
+_ENGINE = ("ranks", "device", "zero_stage", "precision", "global_batch", "micro_batch")
+_NO_SETTING = ("name", "runs_dir", "resume")
+"""Fields that say where a run lies and not what it is."""
+_FILLED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+"""Keys of a ds_config that repeat what the run's own settings say."""
 _ROWS = 50  # of skipped steps; more are counted
 
 
@@ -34,8 +39,7 @@ class Table:
 
 
 def _final_loss(run: RunFolder) -> float | None:
-    values = run.series("loss")[1]
-    values = smoothed(values) if len(values) >= SMOOTH_FROM else values  # as in its chart
+    values = smoothed(run.series("loss")[1])  # as in its chart
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if len(finite) else None
 
@@ -93,16 +97,11 @@ def last_evaluation(run: RunFolder) -> Table | None:
     last = {name.removeprefix("val/"): value for name, value in run.evals[-1].items() if name != "step"}
     rows = []
     for name, value in last.items():
-        if name.endswith("_chance"):
-            continue
-        chance = number(last.get(f"{name}_chance"))
-        rows.append([name, _plain(value), f"{chance:.4g}" if math.isfinite(chance) else ""])
-    return Table(
-        ["metric", "value", "by chance"],
-        rows,
-        title=f"All numbers of the evaluation at step {run.evals[-1]['step']:,}",
-        folded=True,
-    )
+        if not name.endswith("_chance"):
+            chance = number(last.get(f"{name}_chance"))
+            rows.append([name, _plain(value), f"{chance:.4g}" if math.isfinite(chance) else ""])
+    title = f"All numbers of the evaluation at step {run.evals[-1]['step']:,}"
+    return Table(["metric", "value", "by chance"], rows, title=title, folded=True)
 
 
 def _plain(value: Any) -> str:
@@ -146,26 +145,56 @@ def starts(run: RunFolder) -> Table | None:
     """Each start of the run, and what was changed from the one before."""
     if not run.starts:
         return None
-    rows: list[list[str]] = []
-    before: dict[str, Any] | None = None
-    for start in run.starts:
-        now = settings_of_start(start)
-        changes = differences([before, now]) if before is not None else []
-        words = [f"{name}: {old} → {new}" for name, (old, new) in changes]
-        ranks = f"{start.get('ranks')} × {start.get('device')}"
-        changed = "; ".join(words) or ("first start" if before is None else "nothing")
-        rows.append([str(start.get("time", ""))[:16].replace("T", " "), f"{start['step']:,}", ranks, changed])
-        before = now
+    rows = []
+    settings = [settings_of_start(start) for start in run.starts]
+    for number_of, start in enumerate(run.starts):
+        changes = differences(settings[number_of - 1 : number_of + 1]) if number_of else []
+        words = "; ".join(f"{name}: {old} → {new}" for name, (old, new) in changes)
+        time, ranks = str(start.get("time", ""))[:16].replace("T", " "), f"{start.get('ranks')} × {start.get('device')}"
+        rows.append([time, f"{start['step']:,}", ranks, words or ("nothing" if number_of else "first start")])
     return Table(["time", "after step", "ranks", "changed"], rows, title=run.label)
 
 
 def different_settings(runs: Sequence[RunFolder]) -> Table | None:
     """Settings that are not the same in all runs."""
-    if all(run.starts for run in runs):
-        rows = differences([settings(run) for run in runs])
-    else:  # what only some of them kept would be no difference
-        rows = differences(
-            [flat({k: v for k, v in run.config.items() if k not in ("name", "runs_dir")}) for run in runs]
-        )
-    table = [[name, *values] for name, values in rows]
+    whole = all(run.starts for run in runs)  # what only some of them kept would be no difference
+    compared = [settings_of_start(run.starts[-1] if whole else {"config": run.config}) for run in runs]
+    table = [[name, *values] for name, values in differences(compared)]
     return Table(["setting", *(run.label for run in runs)], table) if table else None
+
+
+def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names: ``{"optimizer": {"lr": 1e-3}}`` is ``{"optimizer.lr": 1e-3}``."""
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            found.update(flat(value, f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def settings_of_start(start: dict[str, Any]) -> dict[str, Any]:
+    """Everything that a start was made with: ranks and precision, the run's fields, the ds_config, versions."""
+    found = {name: start[name] for name in _ENGINE if name in start}
+    parts = (start.get(name) for name in ("config", "ds_config", "versions"))
+    config, ds_config, versions = (part if isinstance(part, dict) else {} for part in parts)
+    # the run's own "auto" and None give way to what they became, which stands above
+    found |= {k: v for k, v in flat(config).items() if k not in (*_NO_SETTING, *found)}
+    found |= {f"ds_config: {k}": v for k, v in flat(ds_config).items() if k not in _FILLED}
+    found |= {f"version of {k}": v for k, v in versions.items()}
+    return found
+
+
+def differences(several: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Names that do not have the same value everywhere, in the order of the first ones, and their values as text."""
+    rows = []
+    for name in dict.fromkeys(name for one in several for name in one):
+        values = [_shown(one[name]) if name in one else ABSENT for one in several]
+        if len(set(values)) > 1:
+            rows.append((name, values))
+    return rows
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

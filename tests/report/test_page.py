@@ -18,11 +18,11 @@ from tests.helpers.report_runs import heldout, make_run, start
 pytest.importorskip("matplotlib")
 
 from disco_ds.cli.report import main
-from disco_ds.report.differences import differences, flat
+from disco_ds.report.curves import thinned
 from disco_ds.report.page import write_report
 from disco_ds.report.run_folder import number, read_runs
-from disco_ds.report.series import thinned
 from disco_ds.report.style import chart_settings
+from disco_ds.report.tables import differences, flat
 from disco_ds.report.text import short
 from disco_ds.telemetry.jsonlines import read_lines
 
@@ -358,7 +358,7 @@ def test_the_comparison_of_memory_as_a_run_writes_it(tmp_path, capsys):
     from disco_ds.planner.coefficients import shipped
     from disco_ds.planner.compare import Measured
     from disco_ds.planner.memory import Setup, predict
-    from disco_ds.report.memory import memory_parts
+    from disco_ds.report.bars import memory_parts
     from disco_ds.run.recorder import record_memory
 
     prediction = predict(shipped("ViT-B-32"), Setup(gpus=8, zero=2, runtime_bytes=1 << 30, fragmentation=1.1), 256)

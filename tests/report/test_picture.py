@@ -17,9 +17,9 @@ from tests.helpers.report_runs import make_run
 mpl = pytest.importorskip("matplotlib")
 
 from disco_ds.report import picture  # noqa: E402
+from disco_ds.report.curves import smoothed  # noqa: E402
 from disco_ds.report.page import render  # noqa: E402
 from disco_ds.report.run_folder import read_runs  # noqa: E402
-from disco_ds.report.series import smoothed  # noqa: E402
 from disco_ds.report.style import chart_settings  # noqa: E402
 from disco_ds.report.text import drawable, fit, printable  # noqa: E402
 
