@@ -16,15 +16,6 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def largest(values: list[int]) -> list[int]:
-    """The largest of each number over the ranks. A collective."""
-    if rank_and_size()[1] == 1:
-        return values
-    tensor = torch.tensor(values, dtype=torch.int64, device=_wire())
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
-
-
 def total(tensor: Tensor) -> Tensor:
     """The sum over the ranks of an integer tensor of the same shape on each. A collective."""
     if rank_and_size()[1] == 1:

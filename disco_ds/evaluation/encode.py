@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from disco_ds.data.heldout import HeldoutBatch
-from disco_ds.evaluation.collectives import largest
-from disco_ds.evaluation.thumbnails import Thumbnails
+from disco_ds.evaluation.collectives import gather_objects
+
+LONGEST_SIDE = 128
+"""Of a thumbnail, in pixels."""
 
 
 @dataclass
@@ -49,16 +53,43 @@ class Encoded:
         self.labels += batch.labels
 
 
+class Thumbnails:
+    """The same few samples whatever the ranks and batches, made small: those of smallest hash of (seed, index)."""
+
+    def __init__(self, seed: int, count: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.seed, self.count = seed, count
+        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+        self._kept: dict[tuple[bytes, int], np.ndarray] = {}
+
+    def offer(self, index: int, image: Tensor) -> None:
+        """Keep this rank's ``count`` first samples; ``image`` (3, H, W) is normalised by mean and std."""
+        place = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest(), index
+        if len(self._kept) == self.count and place > max(self._kept, default=place):
+            return
+        self._kept[place] = self.pixels(image)
+        if len(self._kept) > self.count:
+            del self._kept[max(self._kept)]
+
+    def pixels(self, image: Tensor) -> np.ndarray:
+        """(h, w, 3) uint8, neither side above LONGEST_SIDE."""
+        image = image.detach().float().cpu() * self.std + self.mean
+        shrink = max(image.shape[-2:]) / LONGEST_SIDE
+        if shrink > 1:
+            size = [max(1, round(side / shrink)) for side in image.shape[-2:]]
+            image = F.interpolate(image[None], size=size, mode="area")[0]
+        return (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+
+    def gathered(self) -> dict[int, np.ndarray]:
+        """Index → pixels of the samples chosen over all ranks, in the order of the indices. A collective."""
+        offers = {place: pixels for part in gather_objects(self._kept) for place, pixels in part.items()}
+        chosen = sorted(offers)[: self.count]
+        return {index: offers[digest, index] for digest, index in sorted(chosen, key=lambda place: place[1])}
+
+
 def encode_all(
-    engine: Callable[..., Any],
-    batches: Iterable[HeldoutBatch],
-    tokenizer: Callable[[list[str]], Tensor],
-    *,
-    chunk: int,
-    device: torch.device,
-    thumbnails: Thumbnails,
-    texts: bool = True,
-) -> Encoded | None:
+    engine: Callable[..., Any], batches: Iterable[HeldoutBatch], tokenizer: Callable[[list[str]], Tensor],
+    *, chunk: int, device: torch.device, thumbnails: Thumbnails, texts: bool = True,
+) -> Encoded | None:  # fmt: skip
     """Encode every sample of every rank; ``chunk`` is the most texts in one call. None if no rank had a sample.
 
     Without ``texts`` captions are left alone, and ``text_features`` is empty.
@@ -71,19 +102,22 @@ def encode_all(
     image_parts, text_parts = [], []
     encoded = Encoded(torch.empty(0), torch.empty(0))
     while True:
-        batch, error = None, None
-        tokens = torch.zeros(0, 1, dtype=torch.int64)
+        batch, error, tokens = None, None, torch.zeros(0, 1, dtype=torch.int64)
         try:
-            batch = _next_batch(iterator, encoded.faults)
-            if batch is not None and texts:
-                tokens = _tokens(batch, tokenizer)
+            for batch in iterator:
+                encoded.faults.update(batch.faults)
+                if len(batch.index):
+                    tokens = _tokens(batch, tokenizer) if texts else tokens
+                    break
+            else:
+                batch = None
         except Exception as raised:  # told to the other ranks first: they would wait in the next collective
             batch, error = None, raised
         # what a rank without a batch must know: more, failed, C, H, W, context, text chunks
         header = [0, int(error is not None), 0, 0, 0, 0, 0]
         if batch is not None:
             header = [1, 0, *batch.images.shape[1:], tokens.shape[1], -(-len(tokens) // chunk)]
-        more, failed, *image_shape, context, chunks = largest(header)
+        more, failed, *image_shape, context, chunks = (max(each) for each in zip(*gather_objects(header), strict=True))
         if error is not None:
             raise error
         if failed:
@@ -106,15 +140,6 @@ def encode_all(
     encoded.image_features = torch.cat(image_parts)
     encoded.text_features = torch.cat(text_parts) if text_parts else encoded.image_features[:0]
     return encoded
-
-
-def _next_batch(iterator: Iterator[HeldoutBatch], faults: Counter[str]) -> HeldoutBatch | None:
-    """The next batch that holds a sample; what was met on the way is added to ``faults``."""
-    for batch in iterator:
-        faults.update(batch.faults)
-        if len(batch.index):
-            return batch
-    return None
 
 
 def _tokens(batch: HeldoutBatch, tokenizer: Callable[[list[str]], Tensor]) -> Tensor:

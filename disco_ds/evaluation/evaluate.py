@@ -22,7 +22,7 @@ from disco_ds.config.schema import EvaluationConfig
 from disco_ds.data.heldout import HeldoutBatch
 from disco_ds.errors import DataError
 from disco_ds.evaluation.collectives import gather_objects, gather_rows, rank_and_size, total
-from disco_ds.evaluation.encode import Encoded, encode_all
+from disco_ds.evaluation.encode import Encoded, Thumbnails, encode_all
 from disco_ds.evaluation.result import EvalResult, RankedCaption, RankedImage
 from disco_ds.evaluation.retrieval import (
     NonFiniteFeatures,
@@ -32,7 +32,6 @@ from disco_ds.evaluation.retrieval import (
     to_grid,
     top_texts,
 )
-from disco_ds.evaluation.thumbnails import Thumbnails
 from disco_ds.evaluation.zeroshot import (
     class_indices,
     class_ranks,
@@ -62,17 +61,11 @@ def check_evaluation(config: EvaluationConfig) -> None:
 
 
 def evaluate(
-    engine: Callable[..., Any],
-    batches: Iterable[HeldoutBatch],
-    *,
-    tokenizer: Callable[[list[str]], Tensor],
-    config: EvaluationConfig,
-    device: torch.device | str | None = None,
-    seed: int = 0,
-    mean: tuple[float, ...] = OPENAI_DATASET_MEAN,
-    std: tuple[float, ...] = OPENAI_DATASET_STD,
+    engine: Callable[..., Any], batches: Iterable[HeldoutBatch],
+    *, tokenizer: Callable[[list[str]], Tensor], config: EvaluationConfig, device: torch.device | str | None = None,
+    seed: int = 0, mean: tuple[float, ...] = OPENAI_DATASET_MEAN, std: tuple[float, ...] = OPENAI_DATASET_STD,
     retrieval: bool = True,
-) -> EvalResult:
+) -> EvalResult:  # fmt: skip
     """Measure a model on held-out samples. A collective: every rank calls it, with its own samples or none.
 
     The model is put into evaluation mode and back as it was; parameters, gradients and random states stay untouched.
@@ -106,7 +99,10 @@ def evaluate(
             raise DataError("evaluation: no rank has a held-out sample; see data.val")
         _refuse_non_finite(encoded)
         notes: list[str] = []
-        metrics, samples = _retrieval(encoded, device, thumbnails) if retrieval else (_count(encoded), [])
+        metrics: dict[str, float] = {"images": int(total(torch.tensor(len(encoded.index))))}
+        samples: list[RankedImage] = []
+        if retrieval:
+            metrics, samples = _retrieval(encoded, device, thumbnails)
         metrics["data_faults"] = _note_faults(encoded, notes)
         per_class: dict[str, tuple[float, int]] = {}
         if classes is not None:
@@ -115,10 +111,6 @@ def evaluate(
             metrics.update(accuracies)
     named = {f"val/{name}": value for name, value in metrics.items()}
     return EvalResult(named, per_class, samples, notes, time.perf_counter() - started)
-
-
-def _count(encoded: Encoded) -> dict[str, float]:
-    return {"images": int(total(torch.tensor(len(encoded.index))))}
 
 
 def _refuse_non_finite(encoded: Encoded) -> None:
@@ -133,9 +125,7 @@ def _refuse_non_finite(encoded: Encoded) -> None:
 
 def _note_faults(encoded: Encoded, notes: list[str]) -> int:
     """How many faults (dropped samples, broken shards) the reader met over all ranks; a note names the reasons."""
-    faults: Counter[str] = Counter()
-    for part in gather_objects(encoded.faults):
-        faults.update(part)
+    faults = sum(gather_objects(encoded.faults), Counter[str]())
     if faults:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(faults.items())[:5])
         notes.append(f"{faults.total():,} faults in the held-out data: {reasons}")
@@ -180,12 +170,9 @@ def _retrieval(
 
 
 def _describe(
-    encoded: Encoded,
-    pixels: dict[int, np.ndarray],
-    ranked: list[int],
-    top: list[list[tuple[int, int]]],
+    encoded: Encoded, pixels: dict[int, np.ndarray], ranked: list[int], top: list[list[tuple[int, int]]],
     similarity: list[list[float]],
-) -> list[RankedImage]:
+) -> list[RankedImage]:  # fmt: skip
     """Put words to the samples shown: each rank tells the keys and captions that are asked for and that it has."""
     asked = {*pixels, *(sample for row in top for sample, _ in row)}
     own = {
@@ -194,30 +181,19 @@ def _describe(
         if sample in asked
     }
     described = {sample: words for part in gather_objects(own) for sample, words in part.items()}
-    return [
-        RankedImage(
-            index=sample,
-            key=described[sample][0],
-            pixels=pixels[sample],
-            captions=described[sample][1],
-            rank=rank,
-            top=[
-                RankedCaption(described[other][1][number], value, other == sample)
-                for (other, number), value in zip(texts, values, strict=True)
-            ],
-        )
-        for sample, rank, texts, values in zip(pixels, ranked, top, similarity, strict=True)
-    ]
+    found = []
+    for sample, rank, texts, values in zip(pixels, ranked, top, similarity, strict=True):
+        key, captions = described[sample]
+        shown = zip(texts, values, strict=True)
+        ranking = [RankedCaption(described[s][1][number], value, s == sample) for (s, number), value in shown]
+        found.append(RankedImage(sample, key, pixels[sample], captions, rank, ranking))
+    return found
 
 
 def _class_weights(
-    engine: Callable[..., Any],
-    tokenizer: Callable[[list[str]], Tensor],
-    classes: list[str],
-    templates: list[str],
-    batch: int,
-    device: torch.device,
-) -> Tensor:
+    engine: Callable[..., Any], tokenizer: Callable[[list[str]], Tensor], classes: list[str], templates: list[str],
+    batch: int, device: torch.device,
+) -> Tensor:  # fmt: skip
     """(C, D) zero-shot weights; each rank encodes the prompts of its share of the classes, all equally many."""
     rank, world_size = rank_and_size()
     per_rank = -(-len(classes) // world_size)

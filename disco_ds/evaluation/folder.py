@@ -42,7 +42,7 @@ class ClassFolder(DatasetFolder):
             raise DataError(f"--folder {root} does not exist, or is no folder; expected one with a folder a class")
         count = len(self.find_classes(root)[0])
         if count:
-            super().__init__(root, _unread, extensions=ENDINGS, allow_empty=True)
+            super().__init__(root, str, extensions=ENDINGS, allow_empty=True)
         if not count or not self.samples:
             raise DataError(f"--folder {root}: no image in its {count} sub-folders; expected one for each class")
 
@@ -73,15 +73,9 @@ class ClassFolder(DatasetFolder):
 
 
 def read_folder(
-    folder: ClassFolder,
-    labels: Sequence[str],
-    config: DataConfig,
-    *,
-    transform: Callable[[Any], Tensor],
-    rank: int,
-    world_size: int,
-    batch: int,
-) -> Iterator[HeldoutBatch]:
+    folder: ClassFolder, labels: Sequence[str], config: DataConfig,
+    *, transform: Callable[[Any], Tensor], rank: int, world_size: int, batch: int,
+) -> Iterator[HeldoutBatch]:  # fmt: skip
     """This rank's share of the images, without captions, in batches of at most ``batch``.
 
     Args:
@@ -96,9 +90,10 @@ def read_folder(
     options: dict[str, Any] = {"batch_size": batch, "num_workers": config.workers, "collate_fn": list}
     if config.workers:
         options = {**loader_options(), "persistent_workers": False, **options}
-    numbers, faults, named = iter(share), Counter[str](), 0
+    numbers, named = iter(share), 0
     for rows in DataLoader(Subset(folder, share), **options):
         good: list[tuple[int, Tensor]] = []
+        faults = Counter[str]()
         for image, _ in rows:
             number = next(numbers)
             if isinstance(image, Tensor):
@@ -118,11 +113,6 @@ def read_folder(
             index=torch.tensor([number for number, _ in good], dtype=torch.int64),
             faults=dict(faults),
         )
-        faults.clear()
-
-
-def _unread(path: str) -> Any:
-    raise NotImplementedError("images are read by read_folder, which knows the transform")
 
 
 def _load(transform: Callable[[Any], Tensor], rules: ImageRules, path: str) -> Tensor | tuple[str, str]:

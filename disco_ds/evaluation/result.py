@@ -57,9 +57,8 @@ def format_result(result: EvalResult) -> str:
     metrics = {name.removeprefix("val/"): value for name, value in result.metrics.items()}
     pairs = f"{metrics['pairs']:,} pairs of " if "pairs" in metrics else ""
     lines = [f"held-out: {pairs}{metrics['images']:,} images, {result.seconds:.1f} s"]
-    for direction, title in (("image_to_text", "image → text"), ("text_to_image", "text → image")):
-        if "pairs" not in metrics:
-            break
+    directions = {"image_to_text": "image → text", "text_to_image": "text → image"}
+    for direction, title in directions.items() if "pairs" in metrics else ():
         recalls = [
             f"R@{k} {metrics[f'{direction}_R@{k}']:.3f} (chance {metrics[f'{direction}_R@{k}_chance']:.3f})"
             for k in RECALLS

@@ -68,12 +68,7 @@ def count_non_finite(features: Tensor) -> int:
 
 
 def count_ahead(
-    image_grid: Tensor,
-    text_grid: Tensor,
-    image_of_text: Tensor,
-    *,
-    rows: range | None = None,
-    block: int | None = None,
+    image_grid: Tensor, text_grid: Tensor, image_of_text: Tensor, *, rows: range | None = None, block: int | None = None
 ) -> Ahead:
     """Rank the images of ``rows`` against all texts, and all texts against those images; memory O(block x T).
 
@@ -85,7 +80,8 @@ def count_ahead(
     """
     rows = range(len(image_grid)) if rows is None else rows
     block = block or max(1, _BLOCK_ELEMENTS // max(1, len(text_grid)))
-    right_t = _right_similarity(image_grid, text_grid, image_of_text, block)
+    own = zip(image_of_text.split(block), text_grid.split(block), strict=True)
+    right_t = torch.cat([(image_grid[images].double() * texts.double()).sum(1) for images, texts in own])
     best_n = right_t.new_full((len(image_grid),), -torch.inf)
     best_n.scatter_reduce_(0, image_of_text, right_t, "amax")
     # an image's own captions are among the candidates counted below; those that reach its best are taken off again
@@ -102,22 +98,10 @@ def count_ahead(
     return Ahead(of_images, of_texts)
 
 
-def _right_similarity(image_grid: Tensor, text_grid: Tensor, image_of_text: Tensor, block: int) -> Tensor:
-    """(T,) float64: each text's similarity with its own image, in units of 2^-52, block by block."""
-    parts = [
-        (image_grid[image_of_text[start : start + block]].double() * text_grid[start : start + block].double()).sum(1)
-        for start in range(0, len(text_grid), block)
-    ]
-    return torch.cat(parts) if parts else text_grid.new_zeros(0, dtype=torch.float64)
-
-
 def retrieval_metrics(
-    image_features: Tensor,
-    text_features: Tensor,
-    *,
-    image_of_text: Tensor | Sequence[int] | None = None,
-    block: int | None = None,
-) -> dict[str, float]:
+    image_features: Tensor, text_features: Tensor,
+    *, image_of_text: Tensor | Sequence[int] | None = None, block: int | None = None,
+) -> dict[str, float]:  # fmt: skip
     """R@1/5/10, mean and median rank in both directions, with R@k's chance levels.
 
     Args:
@@ -134,28 +118,25 @@ def retrieval_metrics(
         NonFiniteFeatures: NaN or infinity in the features.
         ValueError: shapes that do not fit, an image without a text.
     """
-    owner = check_owners(image_of_text, len(image_features), len(text_features)).to(image_features.device)
+    owner = _owners(image_of_text, len(image_features), len(text_features)).to(image_features.device)
     ahead = count_ahead(to_grid(image_features), to_grid(text_features), owner, block=block)
     return summarise(ahead.of_images, ahead.of_texts, owner)
 
 
-def check_owners(image_of_text: Tensor | Sequence[int] | None, images: int, texts: int) -> Tensor:
+def _owners(image_of_text: Tensor | Sequence[int] | None, images: int, texts: int) -> Tensor:
     """``image_of_text`` as an int64 tensor (T,), known to name existing images and all of them."""
     if images == 0:
         raise ValueError("there are no images to rank")
     if image_of_text is None:
         if images != texts:
-            raise ValueError(
-                f"{images} images and {texts} texts: say in image_of_text which image each text belongs to"
-            )
+            raise ValueError(f"{images} images and {texts} texts: image_of_text must say which image each belongs to")
         return torch.arange(texts)
     owner = torch.as_tensor(image_of_text, dtype=torch.int64)
     if owner.shape != (texts,):
         raise ValueError(f"image_of_text has shape {tuple(owner.shape)}, expected ({texts},): one image number a text")
-    if texts and (int(owner.min()) < 0 or int(owner.max()) >= images):
-        raise ValueError(
-            f"image_of_text names images from {int(owner.min())} to {int(owner.max())}, there are {images}"
-        )
+    low, high = (int(owner.min()), int(owner.max())) if texts else (0, 0)
+    if low < 0 or high >= images:
+        raise ValueError(f"image_of_text names images from {low} to {high}, there are {images}")
     without = images - len(owner.unique())
     if without:
         raise ValueError(f"{without} of {images} images have no text; leave them out")

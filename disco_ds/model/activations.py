@@ -39,17 +39,11 @@ def find_blocks(tower: nn.Module) -> list[nn.Module]:
     A block is an entry of a ModuleList or Sequential whose class is called …Block, …Bottleneck or …Layer: that is what
     open_clip's and timm's vision transformers, ResNets and ConvNets and Hugging Face's text encoders call theirs.
     """
-    found: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            row = isinstance(module, (nn.ModuleList, nn.Sequential))
-            if row and _BLOCK.search(type(child).__name__) and any(True for _ in child.parameters()):
-                found.append(child)
-            else:
-                visit(child)
-
-    visit(tower)
+    row = isinstance(tower, (nn.ModuleList, nn.Sequential))
+    found = []
+    for child in tower.children():
+        block = row and _BLOCK.search(type(child).__name__) and any(True for _ in child.parameters())
+        found += [child] if block else find_blocks(child)
     return found
 
 
@@ -72,35 +66,24 @@ def apply_policy(towers: dict[str, list[nn.Module]], policy: str, *, by_deepspee
             raise ConfigError(f"model.checkpointing {policy}: no blocks were recognised in the {tower} tower")
         stride = int(policy.partition(":")[2] or 1)
         for block in blocks[::stride]:
-            _wrap(block, policy, by_deepspeed)
+            how = "deepspeed" if by_deepspeed else policy
+            wrapped = functools.partial(_forward, block, block.forward, how)
+            block.forward = functools.update_wrapper(wrapped, block.forward)  # type: ignore[method-assign]
 
 
-def _wrap(block: nn.Module, policy: str, by_deepspeed: bool) -> None:
-    forward = block.forward
-    if policy == "offload":
-        wrapped = functools.partial(_offloaded, block, forward)
-    elif by_deepspeed:
-        wrapped = functools.partial(_recomputed_by_deepspeed, forward)
-    else:
-        contexts = functools.partial(_contexts, block, policy == "ops")
-        wrapped = functools.partial(_recomputed, forward, contexts)
-    functools.update_wrapper(wrapped, forward)
-    block.forward = wrapped  # type: ignore[method-assign]
-
-
-def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _recomputed_by_deepspeed(forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward(block: nn.Module, forward: Callable[..., Any], how: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward under a policy; "deepspeed" is DeepSpeed's own recomputation."""
     if not torch.is_grad_enabled():
         return forward(x, *args, **kwargs)
-    import deepspeed
+    if how == "offload":
+        return _offloaded(block, forward, x, *args, **kwargs)
+    if how == "deepspeed":
+        import deepspeed
 
-    # x alone goes through: DeepSpeed's version takes no None and no keywords apart
-    return deepspeed.checkpointing.checkpoint(lambda y: forward(y, *args, **kwargs), x)
+        # x alone goes through: DeepSpeed's version takes no None and no keywords apart
+        return deepspeed.checkpointing.checkpoint(lambda y: forward(y, *args, **kwargs), x)
+    contexts = functools.partial(_contexts, block, how == "ops")
+    return checkpoint(forward, x, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _contexts(block: nn.Module, keep_products: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -162,16 +145,14 @@ class _KeepProducts(TorchDispatchMode):
         return output
 
     def _copy_written(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for position, argument in enumerate(op._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, Tensor):
-                    kept = self.by_storage.pop(tensor.untyped_storage()._cdata, None)
-                    if kept is not None:
-                        kept.output = kept.output.clone()
-                        kept.versions = _versions(kept.output)
+        arguments = enumerate(op._schema.arguments)
+        written = [each for each in arguments if each[1].alias_info is not None and each[1].alias_info.is_write]
+        values = [args[position] if position < len(args) else kwargs.get(each.name) for position, each in written]
+        for tensor in _tensors(values):
+            kept = self.by_storage.pop(tensor.untyped_storage()._cdata, None)
+            if kept is not None:
+                kept.output = kept.output.clone()
+                kept.versions = _versions(kept.output)
 
 
 class _ReuseProducts(TorchDispatchMode):
@@ -191,8 +172,12 @@ class _ReuseProducts(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+def _tensors(nested: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
 def _versions(output: Any) -> list[int]:
-    return [tensor._version for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+    return [tensor._version for tensor in _tensors(output)]
 
 
 def _offloaded(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -233,11 +218,9 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
     norms = batch_norms(module)
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.momentum = 0.0
-        norm.num_batches_tracked = None  # not counted
+        norm.momentum, norm.num_batches_tracked = 0.0, None  # not counted
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, before, strict=True):
-            norm.momentum = momentum
-            norm.num_batches_tracked = count
+        for norm, state in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = state

@@ -99,8 +99,7 @@ def folder_config(named: str, field: str) -> dict[str, Any]:
         path = downloaded(lambda: download_pretrained_from_hf(identifier, filename=OPEN_CLIP_CONFIG), named)
     else:
         path = Path(named.removeprefix(LOCAL)).expanduser() / OPEN_CLIP_CONFIG
-    expected = f"; expected a run's folder, or a folder with {OPEN_CLIP_CONFIG} and weights"
-    content = _read_json(path, field, expected)
+    content = _read_json(path, field, f"; expected a run's folder, or a folder with {OPEN_CLIP_CONFIG} and weights")
     if not isinstance(content, dict) or not isinstance(content.get("model_cfg"), dict):
         raise ConfigError(f"{field}: {path} has no model_cfg; expected what open_clip writes for its hub models")
     return content

@@ -110,6 +110,5 @@ def _load_big_vision(clip: Any, path: Path) -> None:
     try:
         open_clip.factory.load_checkpoint(clip, str(path))
     except Exception as error:
-        raise ConfigError(
-            f"model.pretrained: {path} does not fit the model ({type(error).__name__}: {error})"
-        ) from error
+        words = f"model.pretrained: {path} does not fit the model ({type(error).__name__}: {error})"
+        raise ConfigError(words) from error

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+from safetensors.torch import save_file
 from torch import Tensor
 
 from disco_ds.checkpoint.saved import SavedModel
@@ -75,18 +76,18 @@ def export(
     _check_target(out, form, force)
     content = open_clip_config(saved.model)
     beside = None if form == "hf" or _known_to_open_clip(saved.model) else out.with_suffix(".json")
-    if beside is not None and not force:
-        _check_beside(beside, content)
+    if beside is not None and beside.exists() and not force and not _holds(beside, content):
+        raise ConfigError(
+            f"{beside} exists and describes another model; open_clip would load it with the new weights. Choose "
+            "another --out, or --force to replace it"
+        )
     size = content["vision_cfg"].get("image_size", 224)
     preprocess = {**merge_preprocess_dict(PreprocessCfg(), known_preprocess(saved.model)), "size": size}
     weights = _checked_weights(saved, precision)
     description = {
-        "model_cfg": content,
-        "preprocess_cfg": preprocess,
-        "name": saved.model.name,
-        "step": saved.step,
+        "model_cfg": content, "preprocess_cfg": preprocess, "name": saved.model.name, "step": saved.step,
         "samples_seen": saved.manifest["state"]["samples_seen"],
-    }
+    }  # fmt: skip
     notes: list[str] = []
     try:
         with replacing(out, sync=True) as unfinished:
@@ -158,8 +159,6 @@ def _shape(value: Tensor | None) -> tuple[int, ...] | None:
 def _write_file(path: Path, form: Form, weights: dict[str, Tensor], description: dict[str, Any]) -> None:
     told = json.dumps(description)
     if form == "safetensors":
-        from safetensors.torch import save_file
-
         save_file({k: v.contiguous() for k, v in weights.items()}, path, {"format": "pt", DESCRIPTION: told})
         return
     state = OrderedDict(weights)
@@ -175,12 +174,11 @@ def _write_folder(
     _write_file(folder / WEIGHTS, "safetensors", weights, description)
     config = {"model_cfg": description["model_cfg"], "preprocess_cfg": description["preprocess_cfg"]}
     (folder / OPEN_CLIP_CONFIG).write_text(_json_text(config), encoding="utf-8")
-    if not description["model_cfg"]["text_cfg"].get("hf_tokenizer_name"):
-        return []
+    name = description["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
     try:  # open_clip looks for these files in the folder itself
-        build_tokenizer(model).save_pretrained(str(folder))  # type: ignore[attr-defined]
+        if name:
+            build_tokenizer(model).save_pretrained(str(folder))  # type: ignore[attr-defined]
     except (ConfigError, AttributeError) as error:
-        name = description["model_cfg"]["text_cfg"]["hf_tokenizer_name"]
         return [f"the tokenizer {name} is not in the folder, open_clip will miss it: {error}"]
     return []
 
@@ -191,25 +189,16 @@ def _json_text(content: dict[str, Any]) -> str:
 
 def _known_to_open_clip(model: ModelConfig) -> bool:
     """Whether it is one of open_clip's own, so that its name is enough to load a file."""
-    own = model.config is None and model.image_size is None and model.context_length is None
-    return (
-        own and (Path(open_clip.__file__).parent / "model_configs" / f"{model.name.replace('/', '-')}.json").is_file()
-    )
+    shipped = Path(open_clip.__file__).parent / "model_configs" / f"{model.name.replace('/', '-')}.json"
+    return model.config is None and model.image_size is None and model.context_length is None and shipped.is_file()
 
 
-def _check_beside(beside: Path, content: dict[str, Any]) -> None:
-    """The JSON may be there already, from an export of the same model in another form."""
-    if not beside.exists():
-        return
+def _holds(path: Path, content: dict[str, Any]) -> bool:
+    """Whether a JSON file says the same, from an export of the same model in another form."""
     try:
-        same = json.loads(beside.read_text(encoding="utf-8")) == _as_json(content)
+        return json.loads(path.read_text(encoding="utf-8")) == _as_json(content)
     except (OSError, ValueError):
-        same = False
-    if not same:
-        raise ConfigError(
-            f"{beside} exists and describes another model; open_clip would load it with the new weights. Choose "
-            "another --out, or --force to replace it"
-        )
+        return False
 
 
 def _loading(name: str, weights: Path | None) -> str:

@@ -9,6 +9,7 @@ open_clip does it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from open_clip.convert import convert_state_dict
 from open_clip.factory import _find_checkpoint_in_dir, load_state_dict
 from open_clip.model import convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
 from open_clip.pretrained import download_pretrained, download_pretrained_from_hf, get_pretrained_cfg
+from safetensors import safe_open
 from torch import Tensor
 
 from disco_ds.checkpoint.folder import find_all
@@ -107,13 +109,9 @@ def known_preprocess(config: ModelConfig) -> dict[str, Any]:
 
 def _from_folder(named: str, where: str) -> Source:
     """A ``local-dir:`` folder or a ``hf-hub:`` repository, as open_clip loads them."""
-    described = folder_config(named, where)
-    preprocess = described.get("preprocess_cfg", {})
+    preprocess = folder_config(named, where).get("preprocess_cfg", {})
     if named.startswith(HUB):
-
-        def download() -> str:
-            return download_pretrained_from_hf(named.removeprefix(HUB))
-
+        download = functools.partial(download_pretrained_from_hf, named.removeprefix(HUB))
         return Source(named, lambda: _read_file(downloaded(download, named)), preprocess)
     folder = Path(named.removeprefix(LOCAL)).expanduser()
     path = _find_checkpoint_in_dir(folder)
@@ -126,16 +124,12 @@ def describe_file(path: Path) -> dict[str, Any]:
     """What an exported file says of itself: ``model_cfg``, ``preprocess_cfg`` and more; {} for other files."""
     try:
         if path.suffix == ".safetensors":
-            from safetensors import safe_open
-
             with safe_open(path, framework="pt") as opened:
-                told = (opened.metadata() or {}).get(DESCRIPTION, "{}")
-        elif path.suffix in (".npz", ".npy"):
-            return {}
-        else:
-            # state dicts carry attributes (torch keeps its _metadata so), and weights_only reads them
-            told = getattr(torch.load(path, map_location="cpu", mmap=True, weights_only=True), DESCRIPTION, "{}")
-        return json.loads(told)
+                return json.loads((opened.metadata() or {}).get(DESCRIPTION, "{}"))
+        # state dicts carry attributes (torch keeps its _metadata so), and weights_only reads them
+        return json.loads(
+            getattr(torch.load(path, map_location="cpu", mmap=True, weights_only=True), DESCRIPTION, "{}")
+        )
     except Exception:  # not readable: whoever reads the weights next says so
         return {}
 
@@ -203,8 +197,6 @@ def _compare(state: Weights, expected: Weights, label: str) -> None:
     missing = [name for name in expected if name not in state]
     unknown = [name for name in state if name not in expected]
     other = [name for name in expected if name in state and state[name].shape != expected[name].shape]
-    if not (missing or unknown or other):
-        return
     parts = []
     if other:
         there, here = tuple(state[other[0]].shape), tuple(expected[other[0]].shape)
@@ -213,7 +205,8 @@ def _compare(state: Weights, expected: Weights, label: str) -> None:
         parts.append(f"{len(missing)} of the model's {len(expected)} are missing, {missing[0]} first")
     if unknown:
         parts.append(f"{len(unknown)} are none of the model's, {unknown[0]} first")
-    raise ConfigError(
-        f"model.pretrained: the weights in {label} do not fit the model: {'; '.join(parts)}. Give the model that they "
-        "were trained as (model.name, or model.config)"
-    )
+    if parts:
+        raise ConfigError(
+            f"model.pretrained: the weights in {label} do not fit the model: {'; '.join(parts)}. Give the model that "
+            "they were trained as (model.name, or model.config)"
+        )

@@ -46,9 +46,7 @@ class TwoTowers(nn.Module):
         self.freeze = freeze
         self.logit_scale = nn.Parameter(clip.logit_scale.detach().float().reshape(1))
         bias = getattr(clip, "logit_bias", None)
-        self.logit_bias: nn.Parameter | None = None
-        if bias is not None:
-            self.logit_bias = nn.Parameter(bias.detach().float().reshape(1))
+        self.logit_bias = None if bias is None else nn.Parameter(bias.detach().float().reshape(1))
         del clip.logit_scale, clip.logit_bias
         # open_clip's forward still reads both; a plain 0 there costs nothing and is no parameter of any engine
         clip.logit_scale, clip.logit_bias = torch.zeros(()), None
@@ -112,6 +110,5 @@ def trained_towers(model: TwoTowers) -> dict[str, list[nn.Module]]:
     Recomputing a locked tower would also be an error under ZeRO-3 (huggingface/transformers#47254).
     """
     children = dict(model.clip.named_children())
-    image = [children.pop("visual")]
-    towers = {"image": image, "text": list(children.values())}
+    towers = {"image": [children.pop("visual")], "text": list(children.values())}
     return {name: modules for name, modules in towers.items() if name != model.freeze}

@@ -10,10 +10,10 @@ import torch
 
 from disco_ds.config.schema import EvaluationConfig
 from disco_ds.errors import ConfigError, DataError
+from disco_ds.evaluation.encode import LONGEST_SIDE, Thumbnails
 from disco_ds.evaluation.evaluate import check_evaluation, evaluate
 from disco_ds.evaluation.result import format_result
 from disco_ds.evaluation.retrieval import NonFiniteFeatures
-from disco_ds.evaluation.thumbnails import LONGEST_SIDE, Thumbnails
 from disco_ds.evaluation.zeroshot import load_classes, load_templates
 from tests.helpers.towers import SIDE, TinyTowers, batched, exact_similarity, make_samples, slow_retrieval, tokenize
 
