@@ -76,26 +76,16 @@ def choose(
             raise ConfigError(f"{what}: holds neither checkpoints nor {OPEN_CLIP_CONFIG}; give a run, or an export")
         return Chosen(what, ModelConfig(name=f"{LOCAL}{path}"))
     if path.is_file() and not named:
-        return _file(path, model)
+        content = None if model else describe_file(path).get("model_cfg")
+        if not model and content is None:
+            raise ConfigError(f"{path} does not say which model it holds; give its open_clip name or JSON with --model")
+        return Chosen(str(path), ModelConfig(name=model or path.stem, config=content, pretrained=str(path)))
     if what.startswith((LOCAL, HUB)):
         return Chosen(what, ModelConfig(name=what))
-    return _named(what, pretrained)
-
-
-def _file(path: Path, model: str | None) -> Chosen:
-    content = describe_file(path).get("model_cfg")
-    if model is not None:
-        return Chosen(str(path), ModelConfig(name=model, pretrained=str(path)))
-    if content is None:
-        raise ConfigError(f"{path} does not say which model it holds; give its open_clip name or JSON with --model")
-    return Chosen(str(path), ModelConfig(name=path.stem, config=content, pretrained=str(path)))
-
-
-def _named(name: str, pretrained: str | None) -> Chosen:
-    if pretrained is None:
-        known = open_clip.list_models()
-        if name.replace("/", "-") not in known and not name.endswith(".json"):
-            raise ConfigError(f"{name!r} is no run, no file and no model that open_clip knows.{nearest(name, known)}")
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))) or "none"
-        raise ConfigError(f"{name}: say which weights, with --pretrained TAG|FILE; open_clip's tags for it: {tags}")
-    return Chosen(f"{name}, {pretrained}", ModelConfig(name=name, pretrained=pretrained))
+    if pretrained is not None:
+        return Chosen(f"{what}, {pretrained}", ModelConfig(name=what, pretrained=pretrained))
+    name, known = what.replace("/", "-"), open_clip.list_models()
+    if name not in known and not what.endswith(".json"):
+        raise ConfigError(f"{what!r} is no run, no file and no model that open_clip knows.{nearest(what, known)}")
+    tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+    raise ConfigError(f"{what}: say which weights, with --pretrained TAG|FILE; open_clip's tags for it: {tags}")

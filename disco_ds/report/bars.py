@@ -60,11 +60,10 @@ def stacked_bars(
     return Chart(name, title, f"{title}, {label}: {words}", figure)
 
 
-def seconds_by_phase(run: RunFolder) -> tuple[list[int], dict[str, np.ndarray]]:
+def _seconds_by_phase(run: RunFolder) -> tuple[list[int], dict[str, np.ndarray]]:
     """Steps, and for each of them the seconds by phase; no steps where nothing is logged."""
-    lines = [
-        line for line in run.metrics if number(line.get("step_s"), 0) > 0 and number(line.get("time_in_data")) >= 0
-    ]
+    timed = (line for line in run.metrics if number(line.get("step_s"), 0) > 0)
+    lines = [line for line in timed if number(line.get("time_in_data")) >= 0]
     step_s = np.array([line["step_s"] for line in lines])
     stacks = {name: step_s * [number(line.get(f"time_in_{name}"), 0) for line in lines] for name in _PHASES}
     # what is in no phase, such as logging; device and host run at once, so that phases can sum to more than the step
@@ -75,17 +74,16 @@ def seconds_by_phase(run: RunFolder) -> tuple[list[int], dict[str, np.ndarray]]:
 def where_time_went(runs: Sequence[RunFolder]) -> Chart | None:
     """Seconds of a step by phase: over the steps of one run, as means of several."""
     title, colours = "Where the time went", {**_PHASES, "other": OTHER}
-    logged = [(run, stacks) for run in runs for steps, stacks in [seconds_by_phase(run)] if steps]
+    logged = [(run, steps, stacks) for run in runs for steps, stacks in [_seconds_by_phase(run)] if steps]
+    if not logged:
+        return None
     rows = [
         (elide(run.label) if len(runs) > 1 else "mean", {name: float(values.mean()) for name, values in stacks.items()})
-        for run, stacks in logged
+        for run, _, stacks in logged
     ]
-    if not rows:
-        return None
-    means = rows[0][1]
+    means, (_, steps, stacks) = rows[0][1], logged[0]
     total = sum(means.values()) or 1
     words = {name: f"{name} {seconds / total:.0%}" for name, seconds in means.items()} if len(runs) == 1 else {}
-    steps, stacks = seconds_by_phase(logged[0][0])
     if len(runs) > 1 or len(steps) == 1:
         return stacked_bars("time", title, rows, colours, "s / step (mean)", lambda total: f"{total:.3g} s", words)
     figure, axes = new_figure()

@@ -67,12 +67,12 @@ class RunFolder:
     @property
     def global_batch(self) -> int | None:
         """Pairs a step."""
+        last = self.metrics[-1] if self.metrics else {}
+        seen, batch = last.get("samples_seen"), self.config.get("global_batch")
         if self.starts and isinstance(self.starts[-1].get("global_batch"), int):
             return self.starts[-1]["global_batch"]
-        seen = self.metrics[-1].get("samples_seen") if self.metrics else None
-        if isinstance(seen, int) and seen and self.metrics[-1]["step"]:
-            return round(seen / self.metrics[-1]["step"])
-        batch = self.config.get("global_batch")
+        if isinstance(seen, int) and seen and last["step"]:
+            return round(seen / last["step"])
         return batch if isinstance(batch, int) else None
 
     @property
@@ -198,13 +198,11 @@ def _lines(run: RunFolder, name: str) -> Lines:
 
 
 def _well_formed(image: Any) -> bool:
-    if not isinstance(image, dict) or not str(image.get("src", "")).startswith("data:image/"):
-        return False
-    top, captions = image.get("top"), image.get("captions")
+    kinds = {"src": str, "rank": int, "width": int, "height": int, "captions": list, "top": list}
     return (
-        all(isinstance(image.get(name), int) for name in ("rank", "width", "height"))
-        and isinstance(captions, list)
-        and isinstance(top, list)
-        and all(isinstance(c, dict) and {"text", "similarity", "right"} <= c.keys() for c in top)
-        and all(isinstance(c["similarity"], (int, float)) for c in top)
+        isinstance(image, dict)
+        and all(isinstance(image.get(name), kind) for name, kind in kinds.items())
+        and image["src"].startswith("data:image/")
+        and all(isinstance(c, dict) and {"text", "similarity", "right"} <= c.keys() for c in image["top"])
+        and all(isinstance(c["similarity"], (int, float)) for c in image["top"])
     )
