@@ -21,7 +21,7 @@ from disco_ds.evaluation.zeroshot import (
     name_twins,
     zero_shot_metrics,
     zero_shot_weights,
-)
+)  # fmt: skip
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.towers import TinyTowers, exact_similarity, slow_ranks, slow_retrieval, tokenize
 
@@ -97,9 +97,8 @@ class TestRetrieval:
     def test_half_precision_features_are_ranked_as_they_are(self, seed, dtype):
         image, text, owner = features(seed, 30, [1] * 30, 8)
         image, text = image.to(dtype), text.to(dtype)
-        assert retrieval_metrics(image, text, image_of_text=owner) == retrieval_metrics(
-            image.float(), text.float(), image_of_text=owner
-        )
+        exact = retrieval_metrics(image.float(), text.float(), image_of_text=owner)
+        assert retrieval_metrics(image, text, image_of_text=owner) == exact
 
     @pytest.mark.parametrize("value", [1.0, 0.0])
     def test_constant_features_rank_last(self, value):
@@ -138,16 +137,10 @@ class TestRetrieval:
             assert found[f"image_to_text_R@{k}_chance"] == pytest.approx(hits / (3 * len(orders)))
             assert found[f"text_to_image_R@{k}_chance"] == pytest.approx(min(k, 3) / 3)
 
-    @pytest.mark.parametrize(
-        ("images", "owner", "message"),
-        [
-            (3, None, "image_of_text"),
-            (4, [0, 1, 2, 2], "1 of 4 images have no text"),
-            (2, [0, 1, 2, 1], "from 0 to 2"),
-            (4, [0, 1, 2], r"expected \(4,\)"),
-            (0, None, "no images"),
-        ],
-    )
+    @pytest.mark.parametrize(("images", "owner", "message"), [
+        (3, None, "image_of_text"), (4, [0, 1, 2, 2], "1 of 4 images have no text"), (2, [0, 1, 2, 1], "from 0 to 2"),
+        (4, [0, 1, 2], r"expected \(4,\)"), (0, None, "no images"),
+    ])  # fmt: skip
     def test_what_does_not_fit_is_named(self, images, owner, message):
         with pytest.raises(ValueError, match=message):
             retrieval_metrics(torch.randn(images, 4), torch.randn(4, 4), image_of_text=owner)

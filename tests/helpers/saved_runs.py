@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import yaml
@@ -41,6 +42,15 @@ def model_of(case):
 def probe():
     """The images and texts whose features are compared."""
     return tiny_batch(6, 77)
+
+
+def assert_engines(found, engine, within=1e-5):
+    """The features that a model gave for ``probe()`` are those of an engine: (image and text features, scale, bias)."""
+    features, scale, bias = engine
+    for part, expected in zip(found[:2], features, strict=True):
+        torch.testing.assert_close(part, torch.as_tensor(expected), rtol=0, atol=within)
+    assert float(found[2]) == pytest.approx(scale, rel=1e-6)
+    assert (None if len(found) < 4 or found[3] is None else found[3].item()) == pytest.approx(bias)
 
 
 def save_runs(folder, cases):

@@ -21,7 +21,7 @@ from disco_ds.model.build import build_model
 from disco_ds.model.export import export
 from disco_ds.model.preprocess import build_tokenizer, context_length, preprocessing
 from tests.helpers.ranks import ROOT
-from tests.helpers.saved_runs import STEP, model_of, probe
+from tests.helpers.saved_runs import STEP, assert_engines, model_of, probe
 from tests.helpers.tiny import TINY_VOCAB, tiny_batch
 
 SAVED_BEFORE = ROOT / "tests" / "fixtures" / "saved_0.1"
@@ -91,7 +91,6 @@ def test_a_tag_is_downloaded_by_open_clips_own_means(monkeypatch, weights, caplo
 def test_runs_and_what_was_exported_of_them(saved, tmp_path, case):
     """A run's folder, a checkpoint and every exported form start the same model, with the run's preprocessing."""
     folder, engines = saved
-    features, scale, bias = engines[case]
     kept = find_saved(folder / case)
     sources = [folder / case, folder / case / "checkpoints" / STEP]
     for form, ending in (("open_clip", ".pt"), ("safetensors", ".safetensors"), ("hf", "")):
@@ -100,14 +99,10 @@ def test_runs_and_what_was_exported_of_them(saved, tmp_path, case):
     for source in sources:
         model = build_model(ModelConfig(**{**model_of(case), "pretrained": str(source)}), seed=5).eval()
         with torch.no_grad():
-            found = model(*probe())
-        torch.testing.assert_close(found.image_features, torch.from_numpy(features[0]), rtol=0, atol=1e-5)
-        torch.testing.assert_close(found.text_features, torch.from_numpy(features[1]), rtol=0, atol=1e-5)
-        assert float(found.logit_scale) == pytest.approx(scale, rel=1e-6)
-        assert (None if bias is None else found.logit_bias.item()) == pytest.approx(bias)
+            assert_engines(model(*probe()), engines[case])
     model = build_model(ModelConfig(name=f"local-dir:{tmp_path / 'out'}"), seed=5).eval()  # architecture and weights
     with torch.no_grad():
-        torch.testing.assert_close(model(probe()[0]).image_features, torch.from_numpy(features[0]), rtol=0, atol=1e-5)
+        assert_engines(model(*probe()), engines[case])
 
 
 @pytest.mark.parametrize("name", ["export-open_clip.pt", "export-hf"])
@@ -123,9 +118,7 @@ def test_exports_of_the_release_before(name):
     images, texts = probe()
     with torch.no_grad():
         for found in (theirs(images, texts), ours(images, texts), choose(str(path)).build()[0](images, texts)):
-            torch.testing.assert_close(found[0], torch.tensor(features["image"]), rtol=0, atol=1e-5)
-            torch.testing.assert_close(found[1], torch.tensor(features["text"]), rtol=0, atol=1e-5)
-            assert float(found[2]) == pytest.approx(features["logit_scale"], rel=1e-6)
+            assert_engines(found, ([features["image"], features["text"]], features["logit_scale"], None))
 
 
 def test_preprocessing_goes_from_run_to_run(saved, tmp_path, caplog):
@@ -214,10 +207,7 @@ UNFIT = {
         lambda path: torch.save(reference({**TINY_VOCAB, "embed_dim": 48}).state_dict(), path),
         ["have other shapes", "(64, 48) there, (64, 32) in the model", "model.name"],
     ),
-    "deep.pt": (
-        lambda path: torch.save(other_text(layers=3), path),
-        ["12 are none of the model's", "resblocks.2"],
-    ),
+    "deep.pt": (lambda path: torch.save(other_text(layers=3), path), ["12 are none of the model's", "resblocks.2"]),
     "shallow.pt": (
         lambda path: torch.save({k: v for k, v in other_text().items() if "resblocks.1." not in k}, path),
         ["24 of the model's", "are missing", "resblocks.1"],

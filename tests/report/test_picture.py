@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-import json
 import random
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from tests.helpers.report_runs import make_run
+from tests.helpers.report_runs import make_run, write_lines
 
 mpl = pytest.importorskip("matplotlib")
 
@@ -155,12 +154,8 @@ def test_smoothing_equals_a_plain_loop_and_passes_over_gaps():
 
 
 def test_series_and_batch(tmp_path):
-    lines = [
-        {"step": 10, "loss": None, "samples_seen": 640},
-        {"step": 20},
-        {"step": 30, "loss": 1.5, "samples_seen": 1920},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"step": 10, "loss": None, "samples_seen": 640}, {"step": 20}]
+    write_lines(tmp_path / "metrics.jsonl", [*lines, {"step": 30, "loss": 1.5, "samples_seen": 1920}])
     [run] = read_runs([tmp_path])
     steps, values = run.series("loss")
     assert steps.tolist() == [10, 30]
