@@ -175,11 +175,8 @@ def _describe(
 ) -> list[RankedImage]:  # fmt: skip
     """Put words to the samples shown: each rank tells the keys and captions that are asked for and that it has."""
     asked = {*pixels, *(sample for row in top for sample, _ in row)}
-    own = {
-        sample: (key, captions)
-        for sample, key, captions in zip(encoded.index, encoded.keys, encoded.captions, strict=True)
-        if sample in asked
-    }
+    known = zip(encoded.index, encoded.keys, encoded.captions, strict=True)
+    own = {sample: (key, captions) for sample, key, captions in known if sample in asked}
     described = {sample: words for part in gather_objects(own) for sample, words in part.items()}
     found = []
     for sample, rank, texts, values in zip(pixels, ranked, top, similarity, strict=True):
@@ -223,10 +220,8 @@ def _zero_shot(
     if metrics["zero_shot_samples"] == 0:
         notes.append("evaluation.classes is given, but no held-out sample has a known label (.cls): no accuracy")
     shown = [name if twins[number] == number else f"{name} ({number})" for number, name in enumerate(classes)]
-    per_class = {
-        name: (right / seen, seen) for name, (seen, right, _) in zip(shown, hits.tolist(), strict=True) if seen
-    }
-    return metrics, per_class
+    counted = zip(shown, hits.tolist(), strict=True)
+    return metrics, {name: (right / seen, seen) for name, (seen, right, _) in counted if seen}
 
 
 def _device_of(engine: Any, device: torch.device | str | None) -> torch.device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +22,50 @@ _MARKS = (CONFIG, METRICS, EVALS, RESULT, STARTS)
 _LARGEST = 1e300
 
 
-@dataclass
 class RunFolder:
-    """One run, as its folder tells; a part that is missing or unreadable is empty."""
+    """One run, as its folder tells; a part that is missing or unreadable is empty.
 
-    path: Path
-    label: str
-    """Short name, unique among the runs of one report."""
-    config: dict[str, Any] = field(default_factory=dict)
-    metrics: Lines = field(default_factory=list)
-    evals: Lines = field(default_factory=list)
-    starts: Lines = field(default_factory=list)
-    """Every start of the run, oldest first."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    heldout: dict[str, Any] = field(default_factory=dict)
-    """``step`` of an evaluation and ``images``, those in it that are well formed; {} without any."""
-    skipped: Lines = field(default_factory=list)
-    result: dict[str, Any] = field(default_factory=dict)
-    unreadable: list[str] = field(default_factory=list)
-    """Names of files that are there and could not be read."""
-    _series: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+    Attributes:
+        label: short name, unique among the runs of one report.
+        starts: every start of the run, oldest first.
+        heldout: ``step`` of an evaluation and ``images``, those in it that are well formed; {} without any.
+        unreadable: names of files that are there and could not be read.
+    """
+
+    def __init__(self, path: Path, label: str) -> None:
+        self.path, self.label = path, label
+        self.unreadable: list[str] = []
+        self.metrics, self.evals, self.starts = (self._lines(name) for name in (METRICS, EVALS, STARTS))
+        self.config, self.memory, self.result = (self._mapping(name) for name in (CONFIG, MEMORY, RESULT))
+        if not self.config and self.starts and isinstance(self.starts[-1].get("config"), dict):
+            self.config = self.starts[-1]["config"]
+        # steps that a resumed run has made again are in the file twice
+        self.skipped = list({line["step"]: line for line in self._lines(SKIPPED)}.values())
+        heldout = self._mapping(HELDOUT)
+        images = heldout["images"] if isinstance(heldout.get("images"), list) else []
+        whole = [image for image in images if _well_formed(image)]
+        self.heldout = {"step": heldout.get("step"), "images": whole} if whole else {}
+        self._series: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        try:
+            text = (self.path / name).read_text(encoding="utf-8")
+            content = yaml.safe_load(text) if name.endswith(".yaml") else json.loads(text)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            content = None
+        if isinstance(content, dict):
+            return content
+        self.unreadable.append(name)
+        return {}
+
+    def _lines(self, name: str) -> Lines:
+        try:
+            return [line for line in read_lines(self.path / name) if 0 <= line["step"] < _LARGEST]
+        except OSError:
+            self.unreadable.append(name)
+            return []
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a metric, of evaluations if it is ``val/…``; what is no finite number is NaN."""
@@ -130,7 +153,7 @@ def read_runs(paths: list[Path]) -> list[RunFolder]:
     twice = [str(path) for path, count in Counter(whole).items() if count > 1]
     if twice:
         raise ConfigError(f"{twice[0]} is given twice; give each run once")
-    return [_read(path, label) for path, label in zip(whole, _labels(whole), strict=True)]
+    return [RunFolder(path, label) for path, label in zip(whole, _labels(whole), strict=True)]
 
 
 def _checked(path: Path) -> Path:
@@ -158,43 +181,6 @@ def _labels(paths: list[Path]) -> list[str]:
         if len(set(labels)) == len(labels):
             return labels
     return [str(path) for path in paths]
-
-
-def _read(path: Path, label: str) -> RunFolder:
-    run = RunFolder(path, label)
-    run.config = _mapping(run, CONFIG)
-    run.metrics, run.evals, run.starts = (_lines(run, name) for name in (METRICS, EVALS, STARTS))
-    if not run.config and run.starts and isinstance(run.starts[-1].get("config"), dict):
-        run.config = run.starts[-1]["config"]
-    # steps that a resumed run has made again are in the file twice
-    run.skipped = list({line["step"]: line for line in _lines(run, SKIPPED)}.values())
-    run.memory, run.result, heldout = (_mapping(run, name) for name in (MEMORY, RESULT, HELDOUT))
-    images = heldout.get("images")
-    whole = [image for image in images if _well_formed(image)] if isinstance(images, list) else []
-    run.heldout = {"step": heldout.get("step"), "images": whole} if whole else {}
-    return run
-
-
-def _mapping(run: RunFolder, name: str) -> dict[str, Any]:
-    try:
-        text = (run.path / name).read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if name.endswith(".yaml") else json.loads(text)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        content = None
-    if isinstance(content, dict):
-        return content
-    run.unreadable.append(name)
-    return {}
-
-
-def _lines(run: RunFolder, name: str) -> Lines:
-    try:
-        return [line for line in read_lines(run.path / name) if 0 <= line["step"] < _LARGEST]
-    except OSError:
-        run.unreadable.append(name)
-        return []
 
 
 def _well_formed(image: Any) -> bool:

@@ -21,7 +21,7 @@ from disco_ds.evaluation.zeroshot import (
     name_twins,
     zero_shot_metrics,
     zero_shot_weights,
-)  # fmt: skip
+)
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.towers import TinyTowers, exact_similarity, slow_ranks, slow_retrieval, tokenize
 
