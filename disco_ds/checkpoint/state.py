@@ -1,9 +1,8 @@
 """What DeepSpeed saved, read parameter by parameter, whatever the number of ranks that saved it.
 
 DeepSpeed writes one file a rank with that rank's stretch of flat vectors (fp32 masters and optimizer states). The files
-are mapped into memory and not read, so a rank that needs a part of every parameter touches those pages only, and ranks
-of one machine share them. DeepSpeed's own converter (``ds_to_universal``) writes all of it anew, needs Adam's two
-states, and only one rank can do it.
+are mapped into memory, so a rank touches only the pages that it needs, and ranks of one machine share them; DeepSpeed's
+own converter (``ds_to_universal``) writes all of it anew, on one rank, for Adam alone.
 
 The layouts are those of deepspeed 0.19: at stages 1 and 2 ``param_slice_mappings`` says which stretch of a rank's
 vector belongs to which parameter, at stage 3 every parameter is cut into equal parts, the last one padded.

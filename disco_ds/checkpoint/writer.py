@@ -1,8 +1,7 @@
 """How DeepSpeed's files reach the disk: flushed, hashed on the way, and a failure kept instead of raised.
 
-DeepSpeed's ``save_checkpoint`` has barriers between its writes. Where one rank's disk is full and it raises, the others
-wait in the next barrier for ever. So a failed write is only kept in ``error``, every rank comes to the end, and all of
-them learn there that the save has failed.
+DeepSpeed's ``save_checkpoint`` has barriers between its writes, where others would wait for a rank that has raised. So
+every rank comes to the end, and all of them learn there whose write has failed.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ from pydantic import (
 
 MAX_LOGIT_SCALE = math.log(100.0)
 """Upper clamp of logit_scale (Radford et al. 2021, section 2.5): the softmax temperature never falls below 0.01."""
-
-
 Average = Annotated[float, Field(ge=0, lt=1)]
 """What an exponential moving average keeps of its last value."""
 

@@ -1,8 +1,7 @@
 """Silence what torch, DeepSpeed and open_clip say on a healthy run and no user can act on; nothing else.
 
 Each entry names one message by its logger or category and its text, so that every other warning of the same library
-still comes through. What the launchers print is theirs to silence: ``deepspeed -q`` (errors only), and
-``OMP_NUM_THREADS`` set for ``torchrun``, which otherwise announces that it sets it.
+still comes through. What the launchers print is theirs to silence (``deepspeed -q``).
 """
 
 from __future__ import annotations

@@ -87,22 +87,13 @@ def evaluate_heldout(run: Run) -> EvalResult:
     run.watchdog.progress(f"step {run.state.step}: evaluates")
     preprocess = preprocessing(run.engine.module)
     batches = read_heldout(
-        run.config.data,
-        transform=build_transform(run.engine.module, training=False),
-        tokenizer=run.tokenizer,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        batch=run.config.evaluation.batch,
-    )
+        run.config.data, transform=build_transform(run.engine.module, training=False), tokenizer=run.tokenizer,
+        rank=dist.get_rank(), world_size=dist.get_world_size(), batch=run.config.evaluation.batch,
+    )  # fmt: skip
     result = evaluate(
-        run.engine,
-        ProgressNotes(run, batches),
-        tokenizer=run.tokenizer,
-        config=run.config.evaluation,
-        seed=run.config.seed,
-        mean=preprocess["mean"],
-        std=preprocess["std"],
-    )
+        run.engine, ProgressNotes(run, batches), tokenizer=run.tokenizer, config=run.config.evaluation,
+        seed=run.config.seed, mean=preprocess["mean"], std=preprocess["std"],
+    )  # fmt: skip
     record_evaluation(run, result)
     return result
 
@@ -141,8 +132,7 @@ def save(run: Run, *, must_succeed: bool) -> None:
     """Write a checkpoint, the data stream's position included.
 
     Args:
-        must_succeed: raise when it cannot be written. Else that is said and counted, and training goes on: the disk may
-            have room again before the next one is due, and the last good checkpoint is as it was.
+        must_succeed: raise when it cannot be written. Else that is said and counted, and training goes on.
     """
     run.watchdog.progress(f"step {run.state.step}: saves")
     state = replace(run.state, cursor=merge_states(everyones(run.stream.state(), run.control)))

@@ -1,11 +1,11 @@
 """Ends a run whose ranks wait for one that hangs, and says which rank hangs or has died.
 
-Each rank writes the step and phase that it is in to the store that the process group has anyway. A thread on each rank
-looks at its own progress; when there has been none for the timeout, it reads where everybody was last seen, prints it,
-and ends the process: a launcher then ends the rest. No collective is involved, so nothing here can hang with the run.
+Each rank writes the step and phase that it is in to the process group's store. A thread looks at its rank's progress;
+when there has been none for the timeout, it prints where everybody was last seen and ends the process: a launcher then
+ends the rest. No collective is involved, so nothing here can hang with the run.
 
-A rank that dies shows to its peers as a lost connection, which names nobody. So the thread also lets the rank's pulse
-be seen, and a rank whose collective has failed looks whose pulse has stopped.
+A rank that dies shows to its peers as a lost connection, which names nobody: the thread also writes a pulse, and a rank
+whose collective has failed looks whose pulse has stopped.
 """
 
 from __future__ import annotations

@@ -112,9 +112,10 @@ class Telemetry:
         self._to_sinks(step, plain)
 
     def _to_sinks(self, step: int, plain: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in plain.items() if isinstance(value, (int, float))}
         for name, sink in self._sinks.items():
             with self.log_and_continue(name):
-                sink.log(step, plain)
+                sink.log(step, numbers)
 
     def message(self, text: str) -> None:
         """Tell the user something, on rank 0's console."""
@@ -156,8 +157,7 @@ class _TensorBoard:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
 
@@ -171,17 +171,13 @@ class _WandB:
         if not id_file.exists():
             id_file.write_text(os.urandom(8).hex())
         self._run = wandb.init(
-            project=project,
-            name=name,
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=str(run_dir),
+            project=project, name=name, id=id_file.read_text().strip(), resume="allow", dir=str(run_dir),
             config=dict(run_config or {}),
-        )
+        )  # fmt: skip
         self.close = self._run.finish
         # steps done again after a resume lie behind W&B's own counter, which refuses them; a metric of its own does not
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log({"step": step, **{k: v for k, v in metrics.items() if isinstance(v, (int, float))}})
+        self._run.log({"step": step, **metrics})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -127,16 +127,16 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, alone, 
 
 
 def test_on_a_gpu_memory_is_recorded_from_start_to_end(tmp_path, alone, monkeypatch):
-    calls = []
-    dump = lambda path: calls.append("dump") or Path(path).touch()  # noqa: E731
-    record = lambda enabled="all", max_entries=None: calls.append(enabled)  # noqa: E731
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    calls = mock.MagicMock()
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", calls.record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.dump)
     run = fake_run(tmp_path, 20, device="cuda")
     train(run, 2)
-    assert calls == ["all", "dump", None]
-    (folder,) = (tmp_path / "profile").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["memory-rank0.pickle", "trace-rank0.json.gz"]
+    (trace,) = (tmp_path / "profile").glob("*/trace-rank0.json.gz")
+    start, dump, end = calls.mock_calls
+    assert start == mock.call.record(max_entries=mock.ANY)
+    assert dump == mock.call.dump(str(trace.with_name("memory-rank0.pickle")))
+    assert end == mock.call.record(enabled=None)
     assert "memory_viz" in run.said[0]
 
 
