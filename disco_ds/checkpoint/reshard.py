@@ -30,8 +30,7 @@ def fill_engine(engine: Any, saved: SavedState) -> None:
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     trained = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in names.items() if p.requires_grad}
     there = {name: tuple(parameter.shape) for name, parameter in saved.trained.items()}
-    if trained != there:
-        different = sorted(n for n in {*trained, *there} if trained.get(n) != there.get(n))
+    if different := sorted(n for n in {*trained, *there} if trained.get(n) != there.get(n)):
         first = different[0]
         raise CheckpointError(
             f"{saved.folder}: {len(different)} trained parameters differ, the first is {first}: "

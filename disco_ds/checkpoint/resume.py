@@ -44,7 +44,12 @@ def choose_checkpoint(resume: str | Path, folder: Path, progress: folders.Progre
             f"resume: {resume} is no checkpoint, nor a folder that holds a complete one ({folders.MANIFEST} in it)"
         )
     candidates = found if resume == "auto" else found[:1]
-    chosen, passed_over = folders.newest_verified(candidates, lambda path: _shared_faults(path, progress))
+
+    def shared_faults(path: Path) -> list[str]:  # the ranks share the reading
+        found = everyones(folders.faults(path, dist.get_rank(), dist.get_world_size(), progress))
+        return list(dict.fromkeys(fault for faults in found for fault in faults))
+
+    chosen, passed_over = folders.newest_verified(candidates, shared_faults)
     if chosen is not None:
         if passed_over and dist.get_rank() == 0:
             log.warning("checkpoints that do not verify were passed over: %s", passed_over)
@@ -55,12 +60,6 @@ def choose_checkpoint(resume: str | Path, folder: Path, progress: folders.Progre
         f"none of the {len(found)} checkpoints in {folder} verifies: {passed_over}. Restore one, or start "
         f"afresh under another --name; nothing there has been changed"
     )
-
-
-def _shared_faults(path: Path, progress: folders.Progress) -> list[str]:
-    """What is wrong with a checkpoint; the ranks share the reading. A collective."""
-    found = everyones(folders.faults(path, dist.get_rank(), dist.get_world_size(), progress))
-    return list(dict.fromkeys(fault for faults in found for fault in faults))
 
 
 def check_resumable(path: Path, run: Identity) -> dict[str, Any] | None:
@@ -133,7 +132,7 @@ def load_checkpoint(engine: Any, path: Path, identity: Identity) -> RunState:
 
 @contextmanager
 def _own_hyperparameters(engine: Any) -> Iterator[None]:
-    """Keep weight decay, betas and the like as this run's config says: DeepSpeed would bring those of the checkpoint.
+    """Keep weight decay, betas and the like as the run's config says: DeepSpeed would bring the checkpoint's.
 
     ``step`` is no hyperparameter, though some optimizers keep it there.
     """

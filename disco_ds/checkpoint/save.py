@@ -1,21 +1,28 @@
 """Saving a run: DeepSpeed's shards, what else makes the next step, and a manifest that comes last.
 
-DeepSpeed's own ``latest`` file, which points at halves after a kill, is not used.
+DeepSpeed's own ``latest`` file, which points at halves after a kill, is not used. Its ``save_checkpoint`` has barriers
+between its writes, where others would wait for a rank that has raised: so every rank comes to the end, and all of them
+learn there whose write has failed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from disco_ds import files
 from disco_ds.checkpoint import folder as folders
-from disco_ds.checkpoint.writer import FileWriter, writing_with
 from disco_ds.distributed import everyones, on_rank_0
 from disco_ds.errors import CheckpointError
 from disco_ds.random_state import random_states
@@ -91,10 +98,8 @@ def save_checkpoint(
         except OSError:
             files.remove(unfinished)
             raise
-        found = folders.find_checkpoints(folder)
-        for old in folders.expired(found, keep=keep, keep_every_steps=keep_every_steps):
-            if old != target:
-                folders.remove(old)
+        for old in folders.expired(folders.find_checkpoints(folder), keep=keep, keep_every_steps=keep_every_steps):
+            folders.remove(old)
 
     on_rank_0(publish, failure=failure)
     return target
@@ -116,3 +121,61 @@ def _group_names(engine: Any) -> list[list[str]]:
     # fp16_groups: those of DeepSpeed's wrapper for bf16 (0.19.8), which hides the parameters in its param_groups
     groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
     return [[names[parameter] for parameter in group] for group in groups]
+
+
+class FileWriter(TorchCheckpointEngine):
+    """DeepSpeed's checkpoint engine for one save of one rank into ``root``: flushes, and hashes on the way."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+        self.files: dict[str, dict[str, Any]] = {}
+        """Size and SHA-256 of each, as manifests have them."""
+        self.error: str | None = None
+        """What went wrong first; from then on nothing is written."""
+
+    def save(self, state_dict: Any, path: str | Path) -> None:
+        """Write one file, as ``torch.save`` does. Never raises for what the disk does."""
+        if self.error is not None:
+            return
+        try:
+            with Path(path).open("wb") as file:
+                hashed = _Hashed(file)
+                torch.save(state_dict, hashed)  # type: ignore[arg-type]  # it needs write and flush only
+                file.flush()
+                os.fsync(file.fileno())
+            name = str(Path(path).relative_to(self.root))
+            self.files[name] = {"bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
+        except (OSError, RuntimeError) as error:  # torch's zip writer turns a failed write into a RuntimeError
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            self.error = f"{path}: {str(cause).splitlines()[0]}"
+
+
+class _Hashed:
+    """A file to write to that knows the SHA-256 of what it was given."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.bytes, self.digest = file, 0, hashlib.sha256()
+        self.flush = file.flush
+
+    def write(self, data: Any) -> int:
+        self.file.write(data)
+        self.digest.update(data)
+        self.bytes += len(data)
+        return len(data)
+
+
+@contextmanager
+def writing_with(engine: Any, writer: FileWriter) -> Iterator[None]:
+    """Let a DeepSpeedEngine save through ``writer``; its recovery scripts, which nothing here needs, are left out.
+
+    ``checkpoint_engine`` and ``_copy_recovery_script`` are as in deepspeed 0.19.8.
+    """
+    before = engine.checkpoint_engine
+    engine.checkpoint_engine = writer
+    engine._copy_recovery_script = lambda save_path: None
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = before
+        del engine._copy_recovery_script

@@ -8,8 +8,10 @@ gradient for every parameter, and every rank calls the engine equally often, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor
 
 from disco_ds.engine.deepspeed_engine import update_or_skip
-from disco_ds.engine.phases import PhaseTimer
 from disco_ds.engine.temperature import clamp_temperatures
 from disco_ds.model.activations import batch_norms, frozen_statistics
 from disco_ds.model.towers import Features
@@ -36,6 +37,43 @@ class StepResult:
     """(b,) bool: pairs of this rank with a feature that is not finite."""
     skipped: bool = False
     """Whether all ranks left the update out, because the gradient was not finite. Known after the update only."""
+
+
+class PhaseTimer:
+    """Sums the time of a step's named phases until it is read, without making the step wait for the device.
+
+    On a GPU a phase is a pair of CUDA events, looked at when the sums are read; on a CPU it is wall time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Everything inside counts as phase ``name``, and is called so in a profile."""
+        with torch.profiler.record_function(f"phase: {name}"):
+            if self.on_gpu:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                yield
+                end.record()
+                self._events.append((name, begin, end))
+            else:
+                start = time.perf_counter()
+                yield
+                self._seconds[name] += time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase since the last reading; waits for the device."""
+        if self._events:
+            self._events[-1][2].synchronize()
+        for name, begin, end in self._events:
+            self._seconds[name] += begin.elapsed_time(end) / 1000
+        self._events.clear()
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
 
 
 class TrainStep:

@@ -40,8 +40,8 @@ def count_skipped(run: Run, outcome: StepResult, keys: list[str]) -> None:
     named = [f"{key} (rank {rank})" for rank, found in by_rank.items() for key in found]
     what = "all features are finite, the gradient is not"
     if named:
-        more = " …" if len(named) > _KEYS_SHOWN else ""
-        what = f"features of {len(named)} samples are not finite: {', '.join(named[:_KEYS_SHOWN])}{more}"
+        shown = ", ".join(named[:_KEYS_SHOWN]) + " …" * (len(named) > _KEYS_SHOWN)
+        what = f"features of {len(named)} samples are not finite: {shown}"
     message = f"step {state.step} was left out on all ranks: {what}; see {path}"
     if state.skipped_in_a_row > allowed:
         raise DivergedError(

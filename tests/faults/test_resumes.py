@@ -206,10 +206,10 @@ def small_disk(folder: Path, size: int):
 
 def fail_writes_beyond(disk: tuple[Path, int]) -> None:
     """From here on a checkpoint's writes fail in this process where the folder would hold more bytes."""
-    from disco_ds.checkpoint import writer
+    from disco_ds.checkpoint import save
 
     folder, size = disk
-    whole = writer._Hashed.write
+    whole = save._Hashed.write
 
     def write(self, data):
         used = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
@@ -217,4 +217,4 @@ def fail_writes_beyond(disk: tuple[Path, int]) -> None:
             raise OSError(28, "No space left on device")
         return whole(self, data)
 
-    writer._Hashed.write = write  # type: ignore[method-assign]
+    save._Hashed.write = write  # type: ignore[method-assign]

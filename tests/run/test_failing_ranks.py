@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,16 +16,12 @@ def test_rank_0_speaks_before_it_waits(monkeypatch, capsys):
     from disco_ds import distributed as failing
     from disco_ds.errors import ConfigError
 
-    class Store:
-        def set(self, key, value):
-            pass
-
-        def wait(self, keys, timeout):
-            assert capsys.readouterr().err == "error: steps is 0\n"
-            raise KeyboardInterrupt
+    def wait(keys, timeout):
+        assert capsys.readouterr().err == "error: steps is 0\n"
+        raise KeyboardInterrupt
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(failing, "_store", Store)
+    monkeypatch.setattr(failing, "_store", lambda: mock.Mock(wait=wait))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from disco_ds.cli.train import parse
-from disco_ds.engine.phases import PhaseTimer
+from disco_ds.engine.step import PhaseTimer
 from disco_ds.report.run_folder import read_runs
 from disco_ds.run.profiler import WARM_UP_STEPS, Profiler
 from disco_ds.telemetry.jsonlines import read_lines
