@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from disco_ds import run_layout
 from disco_ds.checkpoint.save import Identity, RunState
 from disco_ds.config.schema import RunConfig
 from disco_ds.data.stream import TrainStream
@@ -50,8 +49,3 @@ class Run:
     def device(self) -> torch.device:
         """Where this rank's towers are."""
         return self.train_step.device
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return self.folder / run_layout.CHECKPOINTS

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from disco_ds import run_layout
 from disco_ds.checkpoint.save import save_checkpoint
 from disco_ds.data.cursor import merge_states
 from disco_ds.data.heldout import read_heldout
@@ -137,8 +138,9 @@ def save(run: Run, *, must_succeed: bool) -> None:
     run.watchdog.progress(f"step {run.state.step}: saves")
     state = replace(run.state, cursor=merge_states(everyones(run.stream.state(), run.control)))
     keep, keep_every_steps = run.config.checkpoint.keep, run.config.checkpoint.keep_every_steps
+    folder = run.folder / run_layout.CHECKPOINTS
     try:
-        save_checkpoint(run.engine, run.checkpoints, state, run.identity, keep=keep, keep_every_steps=keep_every_steps)
+        save_checkpoint(run.engine, folder, state, run.identity, keep=keep, keep_every_steps=keep_every_steps)
     except CheckpointError as error:
         if must_succeed:
             raise

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from disco_ds import run_layout
 from disco_ds.errors import ConfigError
 from disco_ds.telemetry.console import Console
-from disco_ds.telemetry.jsonlines import JsonLines
+from disco_ds.telemetry.jsonlines import set_aside_after, write_line
 
 
 def check_logging(*, tensorboard: bool, wandb: str | None) -> None:
@@ -75,8 +75,9 @@ class Telemetry:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self._console = Console(stream or sys.stdout, total_steps, start_step, clock)
-        self._metrics = JsonLines(run_dir / run_layout.METRICS, start_step)
-        self._evals = JsonLines(run_dir / run_layout.EVALS, start_step)
+        self._metrics, self._evals = run_dir / run_layout.METRICS, run_dir / run_layout.EVALS
+        set_aside_after(self._metrics, start_step)
+        set_aside_after(self._evals, start_step)
         if tensorboard:
             self._sinks["TensorBoard"] = _TensorBoard(run_dir / run_layout.TENSORBOARD, start_step)
         if wandb is not None:
@@ -93,7 +94,7 @@ class Telemetry:
         plain = _plain(metrics)
         self._console.log(step, plain)
         with self.log_and_continue(run_layout.METRICS):
-            self._metrics.write({"step": step, **plain})
+            write_line(self._metrics, {"step": step, **plain})
         self._to_sinks(step, plain)
 
     def log_eval(self, step: int, metrics: Mapping[str, Any], message: str | None = None) -> None:
@@ -105,8 +106,8 @@ class Telemetry:
             return
         plain = _plain(metrics)
         with self.log_and_continue(run_layout.EVALS):
-            self._evals.rewind(step - 1)
-            self._evals.write({"step": step, **plain})
+            set_aside_after(self._evals, step - 1)
+            write_line(self._evals, {"step": step, **plain})
         if message:
             self.message(message)
         self._to_sinks(step, plain)
@@ -132,10 +133,7 @@ class Telemetry:
 
     def close(self) -> None:
         """End every sink; calling it again does nothing."""
-        if self.rank != 0:
-            return
-        sinks = {run_layout.METRICS: self._metrics, run_layout.EVALS: self._evals, **self._sinks}
-        self._sinks = {}
+        sinks, self._sinks = self._sinks, {}
         for name, sink in sinks.items():
             with self.log_and_continue(name):
                 sink.close()
