@@ -11,7 +11,7 @@ from functools import partial
 
 from disco_ds.cli.flags import add_option, given_options
 from disco_ds.cli.parser import Parser, completing
-from disco_ds.config.options import LAUNCH, OPTIONS, SECTIONS, section_of
+from disco_ds.config.options import LAUNCH, OPTIONS, SECTIONS
 from disco_ds.config.read import DEMO, checked, find_ds_config, read_run
 from disco_ds.config.schema import LaunchConfig, RunConfig
 from disco_ds.distributed import fail, prepare_environment, rank
@@ -99,7 +99,7 @@ def _parser(prog: str = "disco-train") -> Parser:
         for name, section in SECTIONS.items()
     }
     for name, option in OPTIONS.items():
-        add_option(groups[section_of(name)], name, option)
+        add_option(groups[name.rpartition(".")[0] or "run"], name, option)
     return completing(parser)
 
 

@@ -27,11 +27,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Every option of a run by its dotted name (``optimizer.lr``): anyOf or type, default, description."""
 
 
-def section_of(name: str) -> str:
-    """The group of an option."""
-    return name.rpartition(".")[0] or "run"
-
-
 def kinds(option: dict[str, Any]) -> list[dict[str, Any]]:
     """The types that a value may have."""
     return option.get("anyOf", [option])

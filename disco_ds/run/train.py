@@ -33,7 +33,7 @@ MEMORY_STEP = 3
 def train(run: Run) -> None:
     """Train to the end of the run, or to a SIGTERM, which saves and returns."""
     config, state, result = run.config, run.state, None
-    window, signals, profiler = Window(run), Signals(), Profiler(run, config.logging.profile_steps)
+    window, signals, profiler = Window(run), _receive_signals(), Profiler(run, config.logging.profile_steps)
     batches, last_save = iter(run.stream), time.monotonic()
     while state.step < run.schedule.steps:
         run.watchdog.progress(f"step {state.step + 1}: waits for data")
@@ -52,8 +52,9 @@ def train(run: Run) -> None:
         if config.data.val is not None and (last or _is_due(config.evaluation.every_steps, state.step)):
             result = evaluate_heldout(run)
             window.restart()
-        save_due = signals.take_save() or _save_is_due(run, last_save)
-        stopping, save_due = any_rank(signals.stop, save_due, group=run.control)
+        save_due = signal.SIGUSR1 in signals or _save_is_due(run, last_save)
+        signals.discard(signal.SIGUSR1)
+        stopping, save_due = any_rank(signal.SIGTERM in signals, save_due, group=run.control)
         if last or save_due or stopping:
             save(run, must_succeed=last or stopping)
             last_save = time.monotonic()
@@ -99,22 +100,12 @@ def evaluate_heldout(run: Run) -> EvalResult:
     return result
 
 
-class Signals:
-    """Remembers SIGTERM (end the step in hand, save, stop) and SIGUSR1 (save and go on)."""
-
-    def __init__(self) -> None:
-        self.stop = self.save = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._received)
-
-    def _received(self, number: int, _: Any) -> None:
-        self.stop = self.stop or number == signal.SIGTERM
-        self.save = self.save or number == signal.SIGUSR1
-
-    def take_save(self) -> bool:
-        """Whether a save was asked for since the last call."""
-        asked, self.save = self.save, False
-        return asked
+def _receive_signals() -> set[int]:
+    """Those received from now on: SIGTERM ends the step in hand, saves and stops, SIGUSR1 saves and goes on."""
+    received: set[int] = set()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: received.add(number))
+    return received
 
 
 class ProgressNotes(Iterator[Any]):

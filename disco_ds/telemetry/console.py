@@ -35,11 +35,11 @@ class Console:
         width = len(str(self._total or step))
         parts = [f"step {step:>{width}}/{self._total}" if self._total else f"step {step}"]
         parts += [pattern.format(metrics[name]) for name, pattern in _PATTERNS.items() if metrics.get(name) is not None]
-        if metrics.get("step_s") is not None:
-            wait = metrics.get("data_wait_s")
-            parts.append(f"{metrics['step_s']:.3f} s/step" + ("" if wait is None else f" (data {wait:.3f})"))
-        if metrics.get("peak_memory_bytes") is not None:
-            parts.append(f"peak {metrics['peak_memory_bytes'] / _GIB:.2f} GiB")
+        step_s, wait, peak = (metrics.get(name) for name in ("step_s", "data_wait_s", "peak_memory_bytes"))
+        if step_s is not None:
+            parts.append(f"{step_s:.3f} s/step" + ("" if wait is None else f" (data {wait:.3f})"))
+        if peak is not None:
+            parts.append(f"peak {peak / _GIB:.2f} GiB")
         first_step, first_time = self._marks[0]
         if self._total is not None and step > first_step:
             pace = (self._marks[-1][1] - first_time) / (step - first_step)

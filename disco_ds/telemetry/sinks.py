@@ -86,8 +86,7 @@ class Telemetry:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One logged step: a console line, a line of metrics.jsonl, the other sinks.
 
-        ``metrics`` holds numbers (0-dim tensors too) under the names of metrics.jsonl: samples_seen, loss, lr,
-        logit_scale, grad_norm, samples_per_s, step_s, data_wait_s, peak_memory_bytes; others are written as they are.
+        ``metrics`` holds numbers (0-dim tensors too); the console shows those that it knows, see ``console.py``.
         """
         if self.rank != 0:
             return
