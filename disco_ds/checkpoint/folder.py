@@ -123,9 +123,9 @@ def newest_verified(found: list[Path], faults_of: Callable[[Path], list[str]] = 
     return None, "; ".join(passed_over)
 
 
-def first_few(lines: list[str], shown: int = 3) -> str:
-    """The first lines joined, and how many more there are."""
-    return "; ".join(lines[:shown]) + (f"; and {len(lines) - shown} more" if len(lines) > shown else "")
+def first_few(lines: list[str]) -> str:
+    """The first three lines joined, and how many more there are."""
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
 def sha256(path: Path) -> str:

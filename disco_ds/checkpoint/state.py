@@ -46,7 +46,7 @@ class SavedParameter:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements ``start`` to ``stop`` of the weights or of a state, flattened; a copy in memory."""
         pieces = self.pieces[key]
-        stop = sum(map(len, pieces)) if stop is None else stop
+        stop = math.prod(self.shape) if stop is None else stop
         parts, offset = [], 0
         for piece in pieces:
             first, last = max(start - offset, 0), min(stop - offset, len(piece))

@@ -31,8 +31,8 @@ def exact_temperatures(model: TwoTowers) -> dict[str, Tensor]:
 def clamp_temperatures(engine: Any, values: dict[str, Tensor] | None = None) -> None:
     """Keep logit_scale in [0, ln 100] in master and working copy, and tell the model the exact values for forward.
 
-    Writing only the working copy would be undone by the next step, which starts from the master; writing only the
-    master leaves the working copy stale for one forward. A collective: call it on every rank, after each step.
+    The next step starts from the master, and the next forward from the working copy. A collective: call it on every
+    rank, after each step.
 
     Args:
         values: values to set instead of the masters' own, by name.

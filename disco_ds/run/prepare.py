@@ -173,7 +173,7 @@ def _train_step(config: RunConfig, engine_config: EngineConfig, engine: Any, dev
 def _open_telemetry(config: RunConfig, folder: Path, start_step: int, total_steps: int) -> Telemetry:
     return Telemetry(
         folder, tensorboard=config.logging.tensorboard, wandb=config.logging.wandb, rank=dist.get_rank(),
-        total_steps=total_steps, start_step=start_step, name=config.name, run_config=config.model_dump(mode="json"),
+        total_steps=total_steps, start_step=start_step, run_config=config.model_dump(mode="json"),
     )  # fmt: skip
 
 

@@ -48,11 +48,9 @@ class Telemetry:
         rank: this process's rank.
         total_steps: length of the run, for "step 10/600" and the time left. None: neither is shown.
         start_step: the step that the run goes on from, 0 for a new one; lines of later steps are set aside.
-        name: the run's name, for Weights & Biases.
         run_config: the resolved configuration, for Weights & Biases.
         stream: the console; stdout by default.
         clock: seconds from any origin; for tests.
-
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Telemetry:
         rank: int = 0,
         total_steps: int | None = None,
         start_step: int = 0,
-        name: str | None = None,
         run_config: Mapping[str, Any] | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,7 +78,7 @@ class Telemetry:
         if tensorboard:
             self._sinks["TensorBoard"] = _TensorBoard(run_dir / run_layout.TENSORBOARD, start_step)
         if wandb is not None:
-            self._sinks["W&B"] = _WandB(run_dir, wandb, name or run_dir.name, run_config)
+            self._sinks["W&B"] = _WandB(run_dir, wandb, run_config)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One logged step: a console line, a line of metrics.jsonl, the other sinks.
@@ -161,14 +158,14 @@ class _TensorBoard:
 class _WandB:
     """One Weights & Biases run for the run's folder, taken up again on resume; WANDB_MODE=offline works."""
 
-    def __init__(self, run_dir: Path, project: str, name: str, run_config: Mapping[str, Any] | None) -> None:
+    def __init__(self, run_dir: Path, project: str, run_config: Mapping[str, Any] | None) -> None:
         import wandb
 
         id_file = run_dir / run_layout.WANDB_ID
         if not id_file.exists():
             id_file.write_text(os.urandom(8).hex())
         self._run = wandb.init(
-            project=project, name=name, id=id_file.read_text().strip(), resume="allow", dir=str(run_dir),
+            project=project, name=run_dir.name, id=id_file.read_text().strip(), resume="allow", dir=str(run_dir),
             config=dict(run_config or {}),
         )  # fmt: skip
         self.close = self._run.finish

@@ -176,8 +176,7 @@ class TestSinks:
         wandb = mock.MagicMock()
         monkeypatch.setitem(sys.modules, "wandb", wandb)
         for start in (0, 10):
-            run = {"name": "n", "run_config": {"seed": 1}}
-            with closing(telemetry(tmp_path, start_step=start, wandb="clip", **run)[0]) as log:
+            with closing(telemetry(tmp_path, start_step=start, wandb="clip", run_config={"seed": 1})[0]) as log:
                 log.log(start + 10, {"loss": 1.5, "note": "text"})
         first, second = (call.kwargs for call in wandb.init.call_args_list)
         assert first == second  # the same id
