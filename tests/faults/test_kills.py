@@ -23,7 +23,7 @@ EVERY, STEPS = 4, 60
 def test_nothing_is_lost_by_kills(tmp_path, seed, moments):
     """Kill a run again and again, let it end, and compare with an unbroken one."""
     rng = random.Random(seed)
-    config = write_run(tmp_path, steps=STEPS)
+    config = write_run(tmp_path, steps=STEPS, timeout_minutes=1)  # a rank waits twice that for one killed at its start
     arguments = ds_config(rng.choice([1, 2, 3]))
     train(config, 2, *arguments, "--name", "unbroken")
     expected = losses(tmp_path, "unbroken")
