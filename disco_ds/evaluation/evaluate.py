@@ -152,11 +152,9 @@ def _retrieval(
     text_grid = text_grid[torch.from_numpy(first[same]).to(device)]
     owner = torch.searchsorted(numbers, sample_of_text).to(device)
     share = range(*(len(numbers) * part // world_size for part in (rank, rank + 1)))
-    ahead = count_ahead(image_grid, text_grid, owner, rows=share)
-    of_images = torch.zeros(len(numbers), dtype=torch.int64, device=device)
-    of_images[share.start : share.stop] = ahead.of_images
-    of_images = total(of_images)
-    metrics = summarise(of_images, total(ahead.of_texts), owner)
+    ahead_of_share, ahead_of_texts = count_ahead(image_grid, text_grid, owner, rows=share)
+    ahead_of_images = gather_rows(ahead_of_share)
+    metrics = summarise(ahead_of_images, total(ahead_of_texts), owner)
 
     pixels = thumbnails.gathered()
     shown = torch.tensor(list(pixels), dtype=torch.int64)
@@ -165,7 +163,7 @@ def _retrieval(
     # a text's number among its sample's own: its place less that of the sample's first
     number = torch.arange(len(sample_of_text)) - torch.searchsorted(sample_of_text, sample_of_text)
     top = [[(int(sample_of_text[t]), int(number[t])) for t in row] for row in best.tolist()]
-    ranked = (of_images[rows] + 1).tolist()
+    ranked = (ahead_of_images[rows] + 1).tolist()
     return metrics, _describe(encoded, pixels, ranked, top, similarity.tolist())
 
 

@@ -16,7 +16,6 @@ Constant features thus have the last rank, not the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +31,6 @@ _BLOCK_ELEMENTS = 1 << 24  # of similarities at a time: 128 MiB of float64
 
 class NonFiniteFeatures(ValueError):
     """Features hold NaN or infinity: a rank made from them would mean nothing."""
-
-
-class Ahead(NamedTuple):
-    """How many wrong candidates are ranked before the right one.
-
-    ``of_images``: (rows,) int64, for the images in the rows counted. ``of_texts``: (T,) int64, over those images only;
-    the sum over disjoint sets of rows that cover all images is the text's count.
-    """
-
-    of_images: Tensor
-    of_texts: Tensor
 
 
 def to_grid(features: Tensor) -> Tensor:
@@ -69,7 +57,7 @@ def count_non_finite(features: Tensor) -> int:
 
 def count_ahead(
     image_grid: Tensor, text_grid: Tensor, image_of_text: Tensor, *, rows: range | None = None, block: int | None = None
-) -> Ahead:
+) -> tuple[Tensor, Tensor]:
     """Rank the images of ``rows`` against all texts, and all texts against those images; memory O(block x T).
 
     Args:
@@ -77,6 +65,10 @@ def count_ahead(
         image_of_text: (T,) int64, the image that each text belongs to; every image has at least one.
         rows: consecutive images to do here; all by default.
         block: images at a time; by default as many as give 128 MiB of similarities.
+
+    Returns:
+        how many wrong candidates are ranked before the right one: for the images in ``rows`` (rows,) int64, and for
+        each text (T,) int64 over those images only; over disjoint rows that cover all images the latter add up.
     """
     rows = range(len(image_grid)) if rows is None else rows
     block = block or max(1, _BLOCK_ELEMENTS // max(1, len(text_grid)))
@@ -95,7 +87,7 @@ def count_ahead(
         similarity = image_grid[start:stop].double() @ text_dt
         of_images[start - rows.start : stop - rows.start] += (similarity >= best_n[start:stop, None]).sum(1)
         of_texts += (similarity >= right_t).sum(0)
-    return Ahead(of_images, of_texts)
+    return of_images, of_texts
 
 
 def retrieval_metrics(
@@ -119,8 +111,7 @@ def retrieval_metrics(
         ValueError: shapes that do not fit, an image without a text.
     """
     owner = _owners(image_of_text, len(image_features), len(text_features)).to(image_features.device)
-    ahead = count_ahead(to_grid(image_features), to_grid(text_features), owner, block=block)
-    return summarise(ahead.of_images, ahead.of_texts, owner)
+    return summarise(*count_ahead(to_grid(image_features), to_grid(text_features), owner, block=block), owner)
 
 
 def _owners(image_of_text: Tensor | Sequence[int] | None, images: int, texts: int) -> Tensor:

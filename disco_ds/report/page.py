@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,14 +23,14 @@ def render(runs: Sequence[RunFolder]) -> tuple[str, list[Section]]:
     """
     import jinja2
 
-    template = importlib.resources.files("disco_ds.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+        loader=jinja2.PackageLoader("disco_ds", "report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
     with chart_settings():
         parts = sections(runs)
         svgs = {chart.name: inline_svg(chart) for part in parts for chart in part.charts}
-    page = environment.from_string(template).render(
+    page = environment.get_template("report.html.jinja").render(
         title=" / ".join(run.label for run in runs),
         runs=[head(run) for run in runs],
         sections=parts,
