@@ -231,14 +231,12 @@ def test_a_threshold_that_would_partition_nothing_is_refused():
         with_buckets(engine_config, 1234, 1000)
 
 
-def test_a_bucket_larger_than_the_model_is_lowered_and_said():
-    engine_config = solved({"zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}, global_batch=2)
-    zero, filled = with_buckets(engine_config, 1235, 1000)
-    assert zero["reduce_bucket_size"] == 1236
-    assert "lowered from 5e+08" in filled["zero_optimization.reduce_bucket_size"]
-
-
-def test_buckets_fit_the_model():
-    engine_config = solved({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, global_batch=2)
-    zero, filled = with_buckets(engine_config, 1234, 1000)
-    assert zero["reduce_bucket_size"] == filled["zero_optimization.reduce_bucket_size"] == 1234
+@pytest.mark.parametrize(
+    ("asked", "parameters", "size", "told"),
+    [(500_000_000, 1235, 1236, "1236 (lowered from 5e+08"), ("auto", 1234, 1234, "1234")],
+)
+def test_buckets_fit_the_model(asked, parameters, size, told):
+    engine_config = solved(zero(stage=2, reduce_bucket_size=asked), global_batch=2)
+    section, filled = with_buckets(engine_config, parameters, 1000)
+    assert section["reduce_bucket_size"] == size
+    assert str(filled["zero_optimization.reduce_bucket_size"]).startswith(told)

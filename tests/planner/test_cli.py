@@ -133,15 +133,10 @@ def test_a_ds_config_decides_stage_buckets_and_batch(capsys, tmp_path):
     status, _, err = run(capsys, *words[:-1], "--zero", "1")
     assert status == 2
     assert "--zero is 1" in err
-
-
-def test_a_ds_config_is_checked_as_a_run_checks_it(capsys, tmp_path):
-    path = tmp_path / "ds.json"
-    for content, words in (({"bf16": True}, ["bf16: expected an object", "ds.json"]), ({"bf16": None}, [])):
-        path.write_text(json.dumps(content))
-        status, _, err = run(capsys, "--gpus", "8", "--mem", "40G", "--ds-config", str(path))
-        assert status == (2 if words else 0), err
-        assert all(word in err for word in words), err
+    path.write_text('{"bf16": true}')  # as a run checks it
+    status, _, err = run(capsys, *words)
+    assert status == 2
+    assert "ds.json: bf16: expected an object" in err
 
 
 @pytest.mark.parametrize("extra", [(), ("--zero", "3"), ("--precision", "amp", "--micro-batch", "512"),
@@ -162,12 +157,12 @@ def test_the_written_files_resolve_to_the_plan(capsys, tmp_path, extra):
     model = shipped("ViT-B-32")
     zero = resolved.deepspeed["zero_optimization"]
     fill_buckets(zero, model.parameters, model.largest, on_gpu=True, source="ds_config.json")
-    assert resolved.batch.global_batch == 8192
-    assert resolved.batch.micro_batch == answer["micro_batch"]
-    assert resolved.batch.accumulation == answer["accumulation"]
-    assert resolved.precision == answer["settings"]["precision"]
-    assert resolved.zero_stage == answer["settings"]["zero"]
-    assert config.model.checkpointing == answer["settings"]["checkpointing"]
+    batch, chosen = resolved.batch, answer["settings"]
+    assert (batch.global_batch, batch.micro_batch, batch.accumulation) == (
+        8192, answer["micro_batch"], answer["accumulation"],
+    )  # fmt: skip
+    assert (resolved.precision, resolved.zero_stage) == (chosen["precision"], chosen["zero"])
+    assert config.model.checkpointing == chosen["checkpointing"]
     assert "auto" not in zero.values()
     assert zero.get("reduce_bucket_size", 0) <= model.parameters + 1
     capsys.readouterr()  # DeepSpeed's greetings
@@ -211,15 +206,6 @@ def test_a_plan_that_does_not_fit_is_not_written_and_says_so(capsys, tmp_path):
     assert status == 1
     assert not (tmp_path / "plan").exists()
     assert f"--write {tmp_path / 'plan'}: nothing was written, since this does not fit" in out
-
-
-def test_offload_is_compared_at_the_stages_that_there_are(capsys):
-    for words in (("--offload", "all"), ("--offload", "all", "--global-batch", "4096")):
-        status, out, _ = run(capsys, "--gpus", "8", "--mem", "24G", "--compare", *words)
-        assert status == 0
-        table = out.splitlines()[-13:]
-        assert table[0].split()[2:] == ["ZeRO", "3"]
-        assert len(table[1].split()) == 3
 
 
 def test_an_accumulation_alone_in_a_ds_config_is_kept(capsys, tmp_path):

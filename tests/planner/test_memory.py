@@ -267,8 +267,10 @@ def test_offload_leaves_the_stages_that_there_are():
     for offload, columns in (("none", "0123"), ("optimizer", "123"), ("all", "3")):
         for batch in (None, 4096):
             request = Request(gpus=8, gpu=device_with("24G"), offload=offload, global_batch=batch)
-            head = settings_table(planner, request).splitlines()[1]
+            head, row = settings_table(planner, request).splitlines()[1:3]
             assert [word for word in head.split() if word.isdigit()] == list(columns)
+            assert len(row.split()) == 2 + len(columns)
+            assert batch is None or planner.best(request).fits
     for wrong in ({"zero": 0, "offload": "optimizer"}, {"zero": 2, "offload": "all"}, {"offload": "some"}, {"zero": 4}):
         with pytest.raises(ConfigError, match="--offload" if "offload" in wrong else "--zero"):
             plan(gpus=8, mem="24G", **wrong)

@@ -143,12 +143,13 @@ def test_the_cpu_fallback_is_close_to_fake_cuda():
 
 
 def test_tracing_leaves_torch_as_it_was():
-    before = (torch.nn.functional.scaled_dot_product_attention, torch.cuda.is_bf16_supported,
-              torch._C._current_graph_task_id, torch.is_autocast_enabled("cuda"))  # fmt: skip
+    def state():
+        return (torch.nn.functional.scaled_dot_product_attention, torch.cuda.is_bf16_supported,
+                torch._C._current_graph_task_id, torch.is_autocast_enabled("cuda"))  # fmt: skip
+
+    before = state()
     trace(selfcheck.probe("full"), "amp")
-    after = (torch.nn.functional.scaled_dot_product_attention, torch.cuda.is_bf16_supported,
-             torch._C._current_graph_task_id, torch.is_autocast_enabled("cuda"))  # fmt: skip
-    assert before == after
+    assert state() == before
 
 
 def test_a_model_that_is_not_in_the_table_is_traced_and_says_so(tmp_path, capsys, unchecked):

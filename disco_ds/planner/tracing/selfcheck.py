@@ -11,8 +11,7 @@ import torch
 from disco_ds.config.schema import ModelConfig
 from disco_ds.errors import ConfigError
 from disco_ds.planner.coefficients import table
-from disco_ds.planner.tracing.storages import LiveStorages
-from disco_ds.planner.tracing.trace import build_meta, free_loss, trace
+from disco_ds.planner.tracing.trace import Timeline, build_meta, free_loss, trace
 
 PROBE = {
     "embed_dim": 32,
@@ -48,7 +47,7 @@ def real_peak(config: ModelConfig, batch: int) -> int:
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
     model.clip.logit_scale = torch.zeros(())
-    live = _Activations(device="cpu")
+    live = Timeline(batch, "cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         live.count(tensor, "states")
     size = PROBE["vision_cfg"]["image_size"]  # type: ignore[index]
@@ -57,16 +56,7 @@ def real_peak(config: ModelConfig, batch: int) -> int:
         live.count(tensor, "input")
     with live.gradients_of(model), live:
         free_loss(model(images, texts)).backward()
-    return live.highest
-
-
-class _Activations(LiveStorages):
-    """The highest of activations and batch."""
-
-    highest = 0
-
-    def on_growth(self) -> None:
-        self.highest = max(self.highest, self.fixed["activations"] + self.fixed["input"])
+    return max((p.per_pair + p.input) * batch + p.fixed for p in live.points)
 
 
 def counting() -> float:

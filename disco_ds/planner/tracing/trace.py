@@ -94,13 +94,13 @@ def _plain_meta(config_json: str) -> TwoTowers:
     return TwoTowers(create_clip(name, device="meta", **options), config.freeze)
 
 
-def describe(model: TwoTowers, name: str) -> Coefficients:
+def describe(model: TwoTowers, config: ModelConfig) -> Coefficients:
     """The sizes of a model; no traces yet."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    size, context_length = model.clip.visual.image_size, int(model.clip.context_length)
+    size = model.clip.visual.image_size
     size = list(size) if isinstance(size, (tuple, list)) else [size, size]
     return Coefficients(
-        name=name,
+        name=config.name,
         parameters=sum(p.numel() for p in trained),
         image_parameters=sum(p.numel() for p in model.tower_parameters("image")),
         largest=max(p.numel() for p in trained),
@@ -108,26 +108,10 @@ def describe(model: TwoTowers, name: str) -> Coefficients:
         vectors=sum(p.numel() for p in trained if p.ndim < 2),
         arrivals=[],
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
-        embed_dim=_embed_dim(model, size, context_length),
+        embed_dim=open_clip_config(config)["embed_dim"],
         image_size=size,
-        context_length=context_length,
+        context_length=int(model.clip.context_length),
     )
-
-
-def _embed_dim(model: TwoTowers, size: list[int], context_length: int) -> int:
-    """Width of the features: one pair through the towers on the meta device."""
-    model.eval()
-    with torch.no_grad():
-        tokens = torch.ones(1, context_length, dtype=torch.long, device="meta")
-        features = model(torch.empty(1, 3, *size, device="meta"), tokens).image_features
-    model.train()
-    return int(features.shape[-1])
-
-
-def _low_precision(model: TwoTowers) -> set[int]:
-    """Identities of the parameters that DeepSpeed's autocast reduces in bf16."""
-    layers = (module for module in model.modules() if module.__class__ in _LOW_PRECISION)
-    return {id(p) for layer in layers for p in layer.parameters(recurse=False)}
 
 
 def trace(
@@ -149,7 +133,7 @@ def trace(
         ConfigError: the model cannot be built or does not follow the policy.
     """
     model = build_meta(config)
-    sizes = describe(model, config.name)
+    sizes = describe(model, config)
     batch = _prime(model)
     timeline = Timeline(batch, device)
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
@@ -168,7 +152,8 @@ def trace(
         del images, texts, tensor
         walk = device == "cuda" if walk is None else walk
         traced = _step(model, timeline, batch_held, precision, device, walk, sizes.parameters)
-    low = _low_precision(model)
+    layers = (module for module in model.modules() if module.__class__ in _LOW_PRECISION)
+    low = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
     sizes.arrivals = [-p.numel() if id(p) in low else p.numel() for p in timeline.arrivals]
     return sizes, traced
 
@@ -180,7 +165,7 @@ def _step(
     gc.freeze()  # the collection below is for what forward has left, and need not look at all that was there before
     with timeline:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "amp"):
-            features = model(*_given_away(batch))
+            features = model(batch.pop(0), batch.pop())  # nobody else holds them
         gc.collect()
         gc.unfreeze()
         end, feature_bytes = timeline.activations(), features.image_features.element_size()
@@ -205,13 +190,6 @@ def free_loss(features: Features) -> Tensor:
     assert text is not None
     loss = image.float().sum() + text.float().sum() + features.logit_scale
     return (loss if features.logit_bias is None else loss + features.logit_bias).sum()
-
-
-def _given_away(batch: list[Tensor]) -> list[Tensor]:
-    """The tensors themselves, with nobody left who holds the list."""
-    given = list(batch)
-    batch.clear()
-    return given
 
 
 def _keep_temperatures_exact(model: TwoTowers) -> None:
