@@ -11,21 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from disco_ds.checkpoint import folder as folders
-from disco_ds.cli.parser import Parser, completing, to_a_pipe
+from disco_ds.cli.parser import Parser, command, completing
 from disco_ds.errors import CheckpointError, ConfigError
 
 GIB = 2**30
 
 
-@to_a_pipe
+@command("disco-ckpt")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; exit status 0: all well, 1: a checkpoint does not verify, 2: the input is wrong."""
-    try:
-        arguments = completing(_parser()).parse_args(argv)
-        return arguments.run_command(arguments)
-    except (CheckpointError, ConfigError) as error:
-        print(f"disco-ckpt: {error}", file=sys.stderr)
-        return 2
+    arguments = completing(_parser()).parse_args(argv)
+    return arguments.run_command(arguments)
 
 
 def _parser() -> Parser:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disco_ds.cli.flags import add_option, given_options
-from disco_ds.cli.parser import Parser, completing, to_a_pipe
+from disco_ds.cli.parser import Parser, command, completing
 from disco_ds.config.options import OPTIONS
 from disco_ds.config.read import read_run
 from disco_ds.distributed import rank
-from disco_ds.errors import CheckpointError, ConfigError, DataError
+from disco_ds.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # torch and open_clip take seconds, --help does not
     from disco_ds.config.schema import RunConfig
@@ -33,19 +33,11 @@ SHORT = {
 """Options of a run that have a shorter name here, their metavar and their help."""
 
 
-@to_a_pipe
+@command("disco-eval")
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate; exit status 0: done, 2: the input is wrong, the message says where."""
     logging.basicConfig(level=logging.ERROR if rank() else logging.WARNING, format="disco-eval: %(message)s")
-    try:
-        return _evaluate(completing(_parser()).parse_args(argv))
-    except (CheckpointError, ConfigError, DataError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # a file may be missing on one machine alone
-            print(f"disco-eval: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("disco-eval: interrupted", file=sys.stderr)
-        return 130
+    return _evaluate(completing(_parser()).parse_args(argv))
 
 
 def _parser() -> Parser:

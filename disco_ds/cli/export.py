@@ -9,25 +9,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from disco_ds.cli.parser import Parser, completing, to_a_pipe
-from disco_ds.errors import CheckpointError, ConfigError
+from disco_ds.cli.parser import Parser, command, completing
 
 GIB = 2**30
 
 
-@to_a_pipe
+@command("disco-export")
 def main(argv: Sequence[str] | None = None) -> int:
     """Export; exit status 0: written, 2: the input is wrong, the message says where."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported, whose classes are in the files
     logging.basicConfig(level=logging.WARNING, format="disco-export: %(message)s")
-    try:
-        return _export(argv)
-    except (CheckpointError, ConfigError) as error:
-        print(f"disco-export: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("disco-export: interrupted", file=sys.stderr)
-        return 130
+    return _export(argv)
 
 
 def _parser() -> Parser:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from disco_ds.cli.parser import Parser, completing, to_a_pipe
+from disco_ds.cli.parser import Parser, command, completing
 from disco_ds.errors import ConfigError
 from disco_ds.loss.memory import KINDS
 from disco_ds.planner.coefficients import OPTIMIZER_BYTES
@@ -25,19 +25,15 @@ FIELDS = {field.name: field.default for field in fields(Request)}
 """Fields of Request that options fill, and their defaults."""
 
 
-@to_a_pipe
+@command("disco-plan")
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer; exit status 0: it fits, 1: it does not, 2: the question has to be changed, the message says where."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if words[:1] == ["trace"]:
-            from disco_ds.cli.trace import run_trace
+    if words[:1] == ["trace"]:
+        from disco_ds.cli.trace import run_trace
 
-            return run_trace(words[1:])
-        return _answer(completing(_parser()).parse_args(words))
-    except ConfigError as error:
-        print(f"disco-plan: {error}", file=sys.stderr)
-        return 2
+        return run_trace(words[1:])
+    return _answer(completing(_parser()).parse_args(words))
 
 
 def _parser() -> Parser:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from disco_ds.cli.parser import Parser, completing, to_a_pipe
+from disco_ds.cli.parser import Parser, command, completing
 from disco_ds.errors import ConfigError
 from disco_ds.files import replace_text
 from disco_ds.run_layout import PAGE
@@ -16,14 +16,10 @@ from disco_ds.run_layout import PAGE
 COMPARISON = "comparison.html"
 
 
-@to_a_pipe
+@command("disco-report")
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report; exit status 0: written, 2: the input is wrong."""
-    try:
-        _report(completing(_parser()).parse_args(argv))
-    except ConfigError as error:
-        print(f"disco-report: {error}", file=sys.stderr)
-        return 2
+    _report(completing(_parser()).parse_args(argv))
     return 0
 
 

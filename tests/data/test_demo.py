@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from disco_ds.cli.data.main import main as cli
-from disco_ds.data import DataError, demo_shards
 from disco_ds.data import demo as module
+from disco_ds.data.demo import demo_shards
 from disco_ds.data.shards import read_shard
+from disco_ds.errors import DataError
 from tests.helpers.ranks import ROOT
 from tests.helpers.shards import heldout
 

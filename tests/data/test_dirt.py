@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from disco_ds.data import DataError
 from disco_ds.data.shards import ShardFault, read_shard
+from disco_ds.errors import DataError
 from tests.helpers.shards import (
     DIRT,
     data_config,

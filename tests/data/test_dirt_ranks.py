@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from PIL import Image
 
-from disco_ds.data import TrainStream
+from disco_ds.data.stream import TrainStream
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shards import (
     DIRT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disco_ds.data import DataError
+from disco_ds.errors import DataError
 from tests.helpers.shards import heldout, json_sample, letters, make_shards, sample, write_shard
 
 

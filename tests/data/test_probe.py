@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disco_ds.data import DataError, probe
+from disco_ds.data.probe import probe
+from disco_ds.errors import DataError
 from tests.helpers.shards import data_config, make_shards, to_tensor, write_shard, write_tar
 
 

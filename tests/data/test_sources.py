@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from disco_ds.data import DataError, expand
-from disco_ds.data.sources import fingerprint
+from disco_ds.data.sources import expand, fingerprint
+from disco_ds.errors import DataError
 
 
 @pytest.fixture

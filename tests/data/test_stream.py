@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from disco_ds.data import DataError, TrainStream, merge_states
-from disco_ds.data.cursor import default_lanes
+from disco_ds.data.cursor import default_lanes, merge_states
 from disco_ds.data.faults import Tally
 from disco_ds.data.lanes import draw
 from disco_ds.data.shards import read_shard
+from disco_ds.data.stream import TrainStream
+from disco_ds.errors import DataError
 from tests.helpers.ranks import ROOT
 from tests.helpers.shards import data_config, make_shards, noisy, to_tensor, train_stream, write_shard
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from disco_ds.data import DataError, TrainStream, merge_states
+from disco_ds.data.cursor import merge_states
+from disco_ds.data.stream import TrainStream
 from disco_ds.distributed import everyones
+from disco_ds.errors import DataError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shards import data_config, heldout, make_shards, noisy, train_stream
 

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 from disco_ds.config.schema import DataConfig
-from disco_ds.data import HeldoutBatch, TrainStream, read_heldout
+from disco_ds.data.heldout import HeldoutBatch, read_heldout
+from disco_ds.data.stream import TrainStream
 
 
 def image_bytes(number: int, size: int = 16, format: str = "PNG", mode: str = "RGB", **options: Any) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,27 +11,16 @@ from pathlib import Path
 from disco_ds.cli.data import check as data_check
 from disco_ds.cli.data import make as data_make
 from disco_ds.cli.data import show as data_show
-from disco_ds.cli.parser import Parser, completing, to_a_pipe
-from disco_ds.errors import ConfigError, DataError
+from disco_ds.cli.parser import Parser, command, completing
 
 
-@to_a_pipe
+@command("disco-data")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit status (2: the user has to change something, the message says what)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("disco_ds").setLevel(logging.INFO)
-    try:
-        arguments = completing(_parser()).parse_args(argv)
-        return arguments.run_command(arguments)
-    except (ConfigError, DataError) as error:
-        print(f"disco-data: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # who reads the answer has seen enough, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        print("disco-data: interrupted", file=sys.stderr)
-        return 130
+    arguments = completing(_parser()).parse_args(argv)
+    return arguments.run_command(arguments)
 
 
 def _parser() -> Parser:
@@ -42,8 +30,8 @@ def _parser() -> Parser:
         epilog="examples:\ndisco-data make photos/ shards/ && disco-data check shards/ --model ViT-B-32",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (data_make, data_check, data_show):
-        command.add(commands)
+    for module in (data_make, data_check, data_show):
+        module.add(commands)
     demo = commands.add_parser(
         "demo",
         help="build the embedded default (emoji and their names) and say where it lies",
