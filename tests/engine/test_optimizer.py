@@ -8,13 +8,13 @@ from disco_ds.model.build import build_model
 from tests.helpers.tiny import TINY_VOCAB
 
 
-def tiny():
+@pytest.fixture(scope="module")
+def model():
     return build_model(ModelConfig(name="tiny", config=TINY_VOCAB), seed=0)
 
 
-def test_decay_groups_are_clips():
+def test_decay_groups_are_clips(model):
     """The rule of open_clip's own training script: no decay for ndim < 2, which covers gains, biases, logit_scale."""
-    model = tiny()
     made = parameter_groups(model, OptimizerConfig(weight_decay=0.2))
     groups = {group["name"]: {id(p) for p in group["params"]} for group in made}
     assert sorted((group["name"], group["weight_decay"]) for group in made) == [("decay", 0.2), ("no_decay", 0.0)]
@@ -24,8 +24,7 @@ def test_decay_groups_are_clips():
     assert sum(map(len, groups.values())) == len(list(model.parameters()))
 
 
-def test_layer_decay_falls_towards_the_input():
-    model = tiny()
+def test_layer_decay_falls_towards_the_input(model):
     groups = parameter_groups(model, OptimizerConfig(layer_decay=0.5))
     scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     by_name = {name.removeprefix("clip."): scale[id(p)] for name, p in model.named_parameters()}

@@ -60,7 +60,6 @@ def poisoned():
     """A NaN pixel on rank 1 in the second of four steps, everywhere it could hide."""
     from disco_ds.engine.temperature import master_value
 
-    results = {}
     cases = [(stage, precision, 1, NARROW) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16", "amp")]
     cases += [(2, "fp32", 2, NARROW), (3, "fp32", 2, NARROW), (0, "fp32", 1, {**TINY_RESNET, **SMALL_VOCAB})]
     for stage, precision, accumulation, config in cases:
@@ -79,20 +78,17 @@ def poisoned():
             unchanged = unchanged and all(torch.equal(a, b) for a, b in zip(kept, buffers.values(), strict=True))
             finite = all(bool(torch.isfinite(value).all()) for value in after)
             outcomes.append((outcome.skipped, unchanged, finite, outcome.bad_rows.nonzero().flatten().tolist()))
-        results[stage, precision, accumulation, str(config["vision_cfg"]["layers"])] = outcomes
+        skipped, unchanged, finite, bad = map(list, zip(*outcomes, strict=True))
+        case = (stage, precision, accumulation, config)
+        assert skipped == unchanged == [False, True, False, False], case  # unchanged: weights and statistics
+        assert all(finite), case
+        if config is NARROW:  # batch norm spreads a NaN over the batch: there all rows of the rank are bad
+            assert bad == [[], [2] if dist.get_rank() == 1 else [], [], []], case
         engine.destroy()
-    return results
 
 
 def test_a_non_finite_step_is_skipped_on_all_ranks_and_leaves_nothing():
-    for rank, results in enumerate(run_ranks(poisoned, 2, timeout_s=300)):
-        for case, outcomes in results.items():
-            assert [o[0] for o in outcomes] == [False, True, False, False], case
-            assert [o[1] for o in outcomes] == [False, True, False, False], case  # weights and statistics
-            assert all(o[2] for o in outcomes), case
-            bad = [o[3] for o in outcomes]
-            if case[3] == "2":  # batch norm spreads a NaN over the batch: there all rows of the rank are bad
-                assert bad == [[], [2] if rank == 1 else [], [], []], case
+    run_ranks(poisoned, 2, timeout_s=300)
 
 
 def plain_loop(config, steps, seed):
@@ -116,87 +112,78 @@ def plain_loop(config, steps, seed):
     return losses
 
 
-def followed(cases, steps, seed):
-    """Ten steps of each engine beside the plain loop."""
+def followed(config, plans, steps, seed):
+    """Steps of each engine, of these stages and micro-batches, beside the plain loop."""
     from disco_ds.distributed import mean_over_ranks
 
-    results, plain = [], {}
-    for name, config, stage, accumulation in cases:
-        if name not in plain:
-            plain[name] = plain_loop(config, steps, seed)
+    plain = plain_loop(config, steps, seed)
+    for stage, accumulation in plans:
         engine, step = build(stage, accumulation=accumulation, config=config)
         losses = []
         for index in range(steps):
             images, texts = tiny_batch(BATCH, seed + index)
             losses.append(mean_over_ranks(step(images[own_rows()], texts[own_rows()]).loss))
-        results.append((name, stage, accumulation, max(abs(a - b) for a, b in zip(losses, plain[name], strict=True))))
+        assert losses == pytest.approx(plain, rel=0, abs=1e-4), (stage, accumulation)
         engine.destroy()
-    return results
 
 
-def test_ten_steps_follow_a_plain_loop(seed):
-    timm_tower = {**TINY_TIMM, **SMALL_VOCAB}
-    cases = [("vit", NARROW, stage, k) for stage, k in ((0, 1), (1, 4), (2, 1), (2, 2), (3, 1), (3, 4))]
-    cases += [("timm", timm_tower, 2, 1), ("timm", timm_tower, 3, 2)]
-    results = run_ranks(followed, 2, cases, 10, seed, timeout_s=300)[0]
-    wrong = [result for result in results if not result[3] <= 1e-4]
-    assert not wrong, wrong
+@pytest.mark.parametrize(
+    ("config", "plans"),
+    [(NARROW, [(0, 1), (1, 4), (2, 1), (2, 2), (3, 1), (3, 4)]), ({**TINY_TIMM, **SMALL_VOCAB}, [(2, 1), (3, 2)])],
+    ids=["vit", "timm"],
+)
+def test_ten_steps_follow_a_plain_loop(config, plans, seed):
+    run_ranks(followed, 2, config, plans, 10, seed, timeout_s=300)
 
 
 def images_after_forward():
-    """Whether the device's copy of the images (a clone here) is still there when the loss begins."""
-    found = {}
+    """Whether the device's copy of the images (a clone here) is still there when the loss begins.
+
+    In fp32 the first convolution keeps them for its gradient; else nobody does, and the planner counts on it.
+    """
     for stage, precision in itertools.product((0, 2, 3), ("bf16", "amp", "fp32")):
         engine, step = build(stage, precision=precision)
-        copies = []
+        copies, found = [], []
 
         def on_device(tensor, copies=copies):
             copy = tensor.clone()
             copies.append(weakref.ref(copy.untyped_storage()))
             return copy
 
-        def loss(*args, case=(stage, precision), copies=copies, loss=step.loss):
-            found[case] = copies[0]() is not None
+        def loss(*args, found=found, copies=copies, loss=step.loss):
+            found.append(copies[0]() is not None)
             return loss(*args)
 
         step._on_device, step.loss = on_device, loss
         images, texts = tiny_batch(BATCH, 0)
         step(images[own_rows()], texts[own_rows()])
+        assert found == [precision == "fp32"], (stage, precision)
         engine.destroy()
-    return found
 
 
 def test_images_leave_the_device_after_forward():
-    """In fp32 the first convolution keeps them for its gradient; else nobody does, and the planner counts on it."""
-    for found in run_ranks(images_after_forward, 2, timeout_s=200):
-        assert found == {(stage, precision): precision == "fp32" for stage, precision in found}
-        assert len(found) == 9
+    run_ranks(images_after_forward, 2, timeout_s=200)
 
 
 def resnet(seed):
     """A tower with batch norm on one rank: whole against the plain loop; cached: statistics move once a sample."""
     config = {**TINY_RESNET, **SMALL_VOCAB}
-    result = {"whole": followed([("resnet", config, 2, 1)], 5, seed)[0][3]}
+    followed(config, [(2, 1)], 5, seed)
     images, texts = tiny_batch(BATCH, seed)
     for accumulation in (1, 4):
+        torch.manual_seed(0)
+        model = open_clip.model.CLIP(**config).train()
+        with torch.no_grad():
+            for chunk in images.chunk(accumulation):
+                model.encode_image(chunk)
         engine, step = build(0, accumulation=accumulation, config=config, policy="full")
-        norm = engine.module.clip.visual.bn1
+        norm, expected = engine.module.clip.visual.bn1, model.visual.bn1
         step.backward(images, texts)
-        result[accumulation] = (norm.running_mean.clone(), int(norm.num_batches_tracked))
+        torch.testing.assert_close(norm.running_mean, expected.running_mean)
+        assert norm.num_batches_tracked == expected.num_batches_tracked == accumulation
         step.update()
         engine.destroy()
-    torch.manual_seed(0)
-    model = open_clip.model.CLIP(**config).train()
-    with torch.no_grad():
-        for chunk in images.chunk(4):
-            model.encode_image(chunk)
-    result["expected"] = (model.visual.bn1.running_mean, int(model.visual.bn1.num_batches_tracked))
-    return result
 
 
 def test_batch_norm_statistics_count_each_sample_once(seed):
-    result = run_ranks(resnet, 1, seed, timeout_s=200)[0]
-    assert result["whole"] <= 1e-4
-    assert result[1][1] == 1
-    torch.testing.assert_close(result[4][0], result["expected"][0])
-    assert result[4][1] == result["expected"][1] == 4
+    run_ranks(resnet, 1, seed, timeout_s=200)

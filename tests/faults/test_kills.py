@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from disco_ds.checkpoint import folder as files
 from tests.helpers.ranks import Ranks
-from tests.helpers.runs import TIMEOUT_S, ds_config, losses, start, train, write_run
+from tests.helpers.runs import TIMEOUT_S, ds_config, losses, start, train, wait_until, write_run
 
 EVERY, STEPS = 4, 60
 
@@ -28,7 +27,6 @@ def test_nothing_is_lost_by_kills(tmp_path, seed, moments):
     train(config, 2, *arguments, "--name", "unbroken")
     expected = losses(tmp_path, "unbroken")
     assert list(expected) == list(range(1, STEPS + 1))
-    counts: Counter[str] = Counter()
     for number in range(moments):
         kind = ("starting", "stepping", "stepping", "saving")[number % 4]
         whom = rng.choice([None, 0, 1])
@@ -36,7 +34,7 @@ def test_nothing_is_lost_by_kills(tmp_path, seed, moments):
         wait_for(job, kind, tmp_path, rng)
         if not job.alive():  # it came to its end first: once more from the start
             assert job.wait(0) == [0, 0], job.output()
-            start_over(tmp_path, counts)
+            (tmp_path / "run").rename(tmp_path / f"ended-{number}")
             continue
         job.kill(whom)
         if kind == "starting" and whom == 0:  # as launchers do: peers may wait for a store that it has not opened yet
@@ -52,29 +50,18 @@ def test_nothing_is_lost_by_kills(tmp_path, seed, moments):
 
 def wait_for(job: Ranks, kind: str, folder: Path, rng: random.Random) -> None:
     """Until the run is at a random moment of this kind, or has ended."""
-    deadline = time.monotonic() + TIMEOUT_S
-    checkpoints = folder / "run" / "checkpoints"
-    if kind == "starting":
-        pause(job, rng.uniform(0, 2.0))
-        return
-    begin = max(losses(folder), default=0)
-    steps = rng.randint(1, 3 * EVERY)
-    while job.alive() and time.monotonic() < deadline:
-        reached = max(losses(folder), default=0)
-        if kind == "stepping" and reached >= begin + steps:
-            pause(job, rng.uniform(0, 0.1))
-            return
-        if kind == "saving" and reached > begin and files.find_unfinished(checkpoints):
-            pause(job, rng.choice([0, 0, rng.uniform(0, 0.05)]))
-            return
-        time.sleep(0.0005 if kind == "saving" else 0.005)
-    assert not job.alive(), f"{kind}: nothing happened:\n{job.output()}"
+    begin, steps = max(losses(folder), default=0), rng.randint(1, 3 * EVERY)
 
+    def reached(step: int) -> bool:
+        return max(losses(folder), default=0) >= step
 
-def pause(job: Ranks, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while job.alive() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    if kind == "stepping":
+        wait_until(job, lambda: reached(begin + steps), 0.005)
+    elif kind == "saving":
+        checkpoints = folder / "run" / "checkpoints"
+        wait_until(job, lambda: reached(begin + 1) and files.find_unfinished(checkpoints), 0.0005)
+    longest = {"starting": 2.0, "stepping": 0.1, "saving": rng.choice([0, 0, 0.05])}[kind]
+    time.sleep(rng.uniform(0, longest))
 
 
 def check(folder: Path, expected: dict[int, float]) -> None:
@@ -87,8 +74,3 @@ def check(folder: Path, expected: dict[int, float]) -> None:
     assert all(expected[step] == loss for step, loss in done.items())
     reached = max(done, default=0)
     assert reached - newest <= EVERY, f"step {reached} was made, the newest checkpoint is of step {newest}"
-
-
-def start_over(folder: Path, counts: Counter[str]) -> None:
-    counts["ended first"] += 1
-    (folder / "run").rename(folder / f"ended-{counts['ended first']}")

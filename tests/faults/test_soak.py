@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.ranks import Ranks
 from tests.helpers.runs import TIMEOUT_S, losses, start, write_run
 
-SETTLED = 0.25
-"""The share of the run after which nothing grows any more: caches and allocators have settled."""
 GROWTH_BYTES = 24 << 20
 """More resident memory than this from then to the end is a leak: at 2,000 steps that would be 16 KB a step, at 320 a
 rank's batch."""
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("steps", [320, pytest.param(2000, marks=pytest.mark.slow)])
 def test_nothing_grows(tmp_path, steps):
     """Train on two ranks and look at both now and then."""
@@ -30,7 +28,7 @@ def test_nothing_grows(tmp_path, steps):
     job = start(config, 2)
     seen = watch(job, tmp_path, steps)
     assert job.wait(TIMEOUT_S) == [0, 0], job.output()
-    settled = [row for row in seen if row["step"] >= SETTLED * steps]
+    settled = [row for row in seen if row["step"] >= steps / 4]  # caches and allocators have their size by then
     assert len(settled) >= 5, seen
     for rank in (0, 1):
         first, last = settled[0]["ranks"][rank], settled[-1]["ranks"][rank]
@@ -42,28 +40,22 @@ def test_nothing_grows(tmp_path, steps):
 
 
 def watch(job: Ranks, folder: Path, steps: int) -> list[dict]:
+    """What both ranks hold, now and then until one has ended."""
     seen, next_step = [], 0
     while len(job.alive()) == 2:
         step = max(losses(folder), default=0)
         if step >= next_step:
-            rows = [look(pid) for pid in job.pids]
-            if all(rows):
-                seen.append({"step": step, "ranks": rows})
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                seen.append({"step": step, "ranks": [look(psutil.Process(pid)) for pid in job.pids]})
             next_step = step + steps // 24
         time.sleep(0.05)
     return seen
 
 
-def look(pid: int) -> dict[str, int] | None:
-    """What a process holds; None if it has just ended."""
-    proc = Path(f"/proc/{pid}")
-    try:
-        status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines() if ":\t" in line)
-        return {
-            "bytes": 1024 * int(status["VmRSS"].split()[0]),
-            "files": len(list((proc / "fd").iterdir())),
-            "threads": int(status["Threads"]),
-            "children": len((proc / "task" / str(pid) / "children").read_text().split()),
-        }
-    except (OSError, KeyError):
-        return None
+def look(process: psutil.Process) -> dict[str, int]:
+    return {
+        "bytes": process.memory_info().rss,
+        "files": process.num_fds(),
+        "threads": process.num_threads(),
+        "children": len(process.children()),
+    }

@@ -22,25 +22,20 @@ NARROW = {
 """The towers of engines, where a test names no others: what costs here is the number of operations and buckets."""
 
 
-def reference_gradients(freeze, images, texts, *, config=NARROW, chunks=None, bias=None, seeds=None):
+def reference_gradients(freeze, images, texts, *, config=NARROW, chunks=None, bias=None, seeds=(0,)):
     """Name → gradient in float64: open_clip's model and open_clip's loss, one process, no engine.
 
     ``chunks``: the batch is encoded in pieces of so many pairs, each after the random state of its rank; ``seeds`` are
     the ranks' seeds. Patch dropout is the only randomness, and only the image tower draws it.
     """
     torch.manual_seed(0)
-    extra = {} if bias is None else {"init_logit_bias": bias}
-    model = open_clip.model.CLIP(**config, **extra).double().train()
+    model = open_clip.model.CLIP(**config, init_logit_bias=bias).double().train()
     if freeze == "image":
         model.visual.requires_grad_(False).eval()
     outputs = []
-    per_rank = len(images) // len(seeds or [0])
-    for rank, seed in enumerate(seeds or [0]):
+    for seed, *shares in zip(seeds, images.chunk(len(seeds)), texts.chunk(len(seeds)), strict=True):
         torch.manual_seed(seed)
-        rows = slice(rank * per_rank, (rank + 1) * per_rank)
-        for image, text in zip(
-            images[rows].split(chunks or per_rank), texts[rows].split(chunks or per_rank), strict=True
-        ):
+        for image, text in zip(*(share.split(chunks or BATCH) for share in shares), strict=True):
             outputs.append(model(image.double(), text))
     features = [torch.cat([out[i] for out in outputs]) for i in (0, 1)]
     if bias is None:

@@ -11,9 +11,7 @@ from torch import Tensor
 KINDS = ("random", "trained", "converged", "anisotropic", "mixed", "identical", "duplicated")
 
 
-def make_features(
-    pairs: int, width: int, kind: str, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def make_features(pairs: int, width: int, kind: str, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Unit features (pairs, width) of images and texts; "mixed" ones differ in length by orders of magnitude.
 
     ``trained``: a loss of 0.01 to 1 at scale 100. ``converged``: below 1e-3, the negatives alike. ``anisotropic``: all
@@ -24,12 +22,9 @@ def make_features(
     def noise(rows: int = pairs) -> Tensor:
         return torch.randn(rows, width, generator=g, dtype=torch.float64) / width**0.5
 
-    def unit(x: Tensor) -> Tensor:
-        return F.normalize(x, dim=1)
-
-    if kind == "random":
-        u, v = unit(noise()), unit(noise())
-    elif kind in ("trained", "anisotropic"):
+    unit = F.normalize
+    u, v = unit(noise()), unit(noise())  # random
+    if kind in ("trained", "anisotropic"):
         spread = max(width**0.5 / 4.2 - 1.0, 0.3) ** 0.5  # so that the loss is neither nothing nor that of chance
         shared = unit(noise()) + (2.0 * unit(noise(1)) if kind == "anisotropic" else 0.0)
         u, v = unit(shared + spread * noise()), unit(shared + spread * noise())
@@ -38,15 +33,13 @@ def make_features(
         u, v = unit(shared + 0.03 * noise()), unit(shared + 0.03 * noise())
     elif kind == "mixed":
         lengths = torch.tensor([1e-2, 1.0, 2.5])
-        pick = [lengths[torch.randint(0, 3, (pairs, 1), generator=g)] for _ in range(2)]
-        u, v = unit(noise()) * pick[0], unit(noise()) * pick[1]
+        u, v = (x * lengths[torch.randint(0, 3, (pairs, 1), generator=g)] for x in (u, v))
     elif kind == "identical":
-        u = v = unit(noise(1)).expand(pairs, width)
-    else:
-        u, v = unit(noise()), unit(noise())
+        u = v = u[:1].expand(pairs, width)
+    elif kind == "duplicated":
         half = pairs // 2
         u[half : 2 * half], v[half : 2 * half] = u[:half], v[:half]
-    return u.to(dtype).contiguous(), v.to(dtype).contiguous()
+    return [x.to(dtype, copy=True, memory_format=torch.contiguous_format) for x in (u, v)]  # never one tensor twice
 
 
 def leaves(
@@ -66,12 +59,9 @@ def clip_reference(u: Tensor, v: Tensor, scale: float) -> dict[str, Tensor]:
     """
     u, v, s = _leaves(u, v, scale)
     logits = s * u @ v.T
-    positive = logits.diagonal()
     negatives = logits.masked_fill(torch.eye(len(u), dtype=torch.bool), float("-inf"))
-    if len(u) == 1:
-        loss = 0.0 * logits.sum()
-    else:
-        loss = sum(_softplus(negatives.logsumexp(dim) - positive).mean() for dim in (0, 1)) / 2
+    loss = sum(_softplus(negatives.logsumexp(dim) - logits.diagonal()).mean() for dim in (0, 1)) / 2
+    loss = loss if len(u) > 1 else 0.0 * logits.sum()
     loss.backward()
     return {"loss": loss.detach(), "image": u.grad, "text": v.grad, "scale": s.grad}
 
@@ -108,8 +98,7 @@ def streamed_reference(
     One exponential of one shift, ``exp(S - scale)``, serves everything, since in float64 nothing underflows. The
     gradients of features are those of the pairs ``rows`` (None: all).
     """
-    u, v = u.double(), v.double()
-    pairs = len(u)
+    u, v, pairs = u.double(), v.double(), len(u)
     row, row_cosine, column, column_cosine = (torch.zeros(pairs, dtype=torch.float64) for _ in range(4))
     for i in range(0, pairs, chunk):
         cosines = u[i : i + chunk] @ v.T

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,26 @@ def train(config: Path, ranks: int, *arguments: str, code: int = 0, **options: A
     statuses = job.wait(TIMEOUT_S)
     assert statuses == [code] * ranks, f"{statuses}:\n{job.output()}"
     return job.output()
+
+
+def refused(config: Path, ranks: int, *arguments: str) -> str:
+    """The one error that a run is refused with."""
+    output = train(config, ranks, *arguments, code=2)
+    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, output
+    assert "Traceback" not in output, output
+    return errors[0]
+
+
+def wait_until(job: Ranks, happened: Callable[[], Any], pause_s: float = 0.01) -> bool:
+    """Wait for something; False if the run has ended before."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not happened():
+        if not job.alive():
+            return False
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(pause_s)
+    return True
 
 
 def losses(folder: Path, name: str = "run") -> dict[int, float]:

@@ -27,10 +27,7 @@ TINY_VOCAB = {**TINY, "text_cfg": {**TINY["text_cfg"], "vocab_size": 100}}
 def tiny_batch(count: int, seed: int | None = None, vocab: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
     """``count`` random images (count, 3, 32, 32) and texts (count, 16); the last token is the end of text."""
     generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    generator.manual_seed(generator.seed() if seed is None else seed)
     images = torch.randn(count, 3, 32, 32, generator=generator)
     texts = torch.randint(1, vocab - 2, (count, 16), generator=generator)
     texts[:, -1] = vocab - 1

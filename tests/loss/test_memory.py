@@ -33,8 +33,7 @@ def measure_peaks(cases, ranks=1):
     for b, D, tile, dtype, keep, kind in cases:
         image, text, scale = leaves(b, D, "random", 1, getattr(torch, dtype))
         bias = torch.tensor(-10.0, requires_grad=True) if kind == "sigmoid" else None
-        options = {"one_block": {"tile": tile, "keep_logits": keep}, "sigmoid": {"tile": tile}}.get(kind, {})
-        loss = build_loss(kind, **options)
+        loss = build_loss(kind, tile=tile, **({"keep_logits": keep} if kind == "one_block" else {}))
         loss(image, text, scale, bias).backward()
         image.grad = text.grad = scale.grad = None
         counted = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from disco_ds.config.schema import ModelConfig, RunConfig
+from disco_ds.config.schema import RunConfig
 from disco_ds.engine.ds_config import resolve
 from disco_ds.planner.from_ds_config import planned_buckets
 from disco_ds.planner.memory import Setup, predict
@@ -47,27 +47,27 @@ OTHER_CASES = [(0, "fp32", "full", 1), (2, "fp32", "none", 2), (3, "fp32", "ever
 
 
 def run_config(model: dict, case: tuple, micro: int) -> tuple[RunConfig, dict]:
+    """A case's run and its ds_config."""
     stage, precision, policy, cuts = case
     config = RunConfig(
         steps=1, global_batch=micro * cuts * 2, micro_batch=micro, precision=precision,
         model={**model, "checkpointing": policy}, data={"train": "unused"},
     )  # fmt: skip
-    if stage == 0:
-        return config, {"zero_optimization": {"stage": 0}}
     return config, json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
 
 
 def real_peaks(model: dict, cases: list, micro: int) -> list[int]:
     """The highest bytes alive on any rank in a step of each case, what existed before it included."""
-    return [_real_peak(model, case, micro) for case in cases]
+    return [real_peak(model, case, micro) for case in cases]
 
 
-def _real_peak(model: dict, case: tuple, micro: int) -> int:
+def real_peak(model: dict, case: tuple, micro: int) -> int:
     from disco_ds.engine.deepspeed_engine import build_engine, start_distributed
     from disco_ds.engine.step import TrainStep
     from disco_ds.loss.contrastive import build_loss
     from disco_ds.model.build import build_model
 
+    gc.collect()  # what the case before has left
     device = start_distributed()
     config, content = run_config(model, case, micro)
     resolved = resolve(config, content, world_size=2, on_gpu=False, source="test")
@@ -77,9 +77,8 @@ def _real_peak(model: dict, case: tuple, micro: int) -> int:
             live.count(tensor, "states")
         engine = build_engine(towers, config.optimizer, resolved)
         engine.train()
-        pairs = resolved.batch.per_rank
-        size = towers.clip.visual.image_size
-        images = torch.randn(pairs, 3, *(size if isinstance(size, (tuple, list)) else (size, size)))
+        pairs, size = resolved.batch.per_rank, torch.tensor(towers.clip.visual.image_size).expand(2)
+        images = torch.randn(pairs, 3, *size)
         texts = torch.randint(1, 900, (pairs, towers.clip.context_length))
         step = TrainStep(engine, build_loss(), resolved.batch.accumulation, device)
         step(images, texts)  # the optimizer's states are made in the first step
@@ -93,8 +92,6 @@ def _real_peak(model: dict, case: tuple, micro: int) -> int:
     peak = torch.tensor(min(peaks))
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     engine.destroy()
-    del engine, step, towers, images, texts
-    gc.collect()
     return int(peak)
 
 
@@ -115,25 +112,21 @@ def planned_peak(source: ModelSource, model: dict, case: tuple, micro: int) -> t
     [
         pytest.param({"name": "tiny", "config": MIDGET}, SHORT_CASES, 24, id="tiny-short"),
         pytest.param({"name": "tiny", "config": MIDGET}, TINY_CASES, 24, id="tiny", marks=pytest.mark.slow),
+        # At ZeRO 3 a module's weights arrive in one flat tensor and are then copied to their places: twice there for a
+        # moment, which the plan leaves out. That of this model's attention pool is half of all its weights, 12 MiB, and
+        # 4 % of the peak with 24 pairs; of a real model and batch it is below 1 %.
         pytest.param({"name": "tiny", "config": MIDGET_RESNET}, OTHER_CASES, 48, id="tiny-resnet"),
         pytest.param({"name": "RN50"}, OTHER_CASES, 4, id="RN50", marks=pytest.mark.slow),
         pytest.param({"name": "ViT-B-32"}, OTHER_CASES, 4, id="ViT-B-32", marks=pytest.mark.slow),
     ],
 )
 def test_a_real_step_takes_what_was_planned(model, cases, micro):
-    ModelConfig(**model)
     source = ModelSource(model["name"], lambda _: None, {"config": model.get("config")})
-    table = compared(source, model, cases, micro, run_ranks(real_peaks, 2, model, cases, micro, timeout_s=400))
-    assert table is None, table
-
-
-def compared(source, model, cases, micro, real):
-    """None if all cases are within the tolerance, else the table of them."""
-    assert real[0] == real[1]
-    rows = []
-    for case, measured in zip(cases, real[0], strict=True):
+    real, same = run_ranks(real_peaks, 2, model, cases, micro, timeout_s=400)
+    assert real == same
+    errors = []
+    for case, measured in zip(cases, real, strict=True):
         planned, moment = planned_peak(source, model, case, micro)
-        rows.append((case, round(measured / 2**20, 1), round(planned / 2**20, 1), moment, planned / measured - 1))
-    table = "\n".join(f"{case} real {m} MiB planned {p} MiB ({moment}) {e:+.2%}" for case, m, p, moment, e in rows)
-    print(table)
-    return None if all(abs(row[-1]) <= TOLERANCE for row in rows) else table
+        errors.append(planned / measured - 1)
+        print(f"{case} real {measured / 2**20:.1f} MiB planned {planned / 2**20:.1f} MiB ({moment}) {errors[-1]:+.2%}")
+    assert max(map(abs, errors)) <= TOLERANCE
