@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from disco_ds.config.schema import ModelConfig, OptimizerConfig
 from disco_ds.engine.optimizer import parameter_groups
 from disco_ds.model.build import build_model
