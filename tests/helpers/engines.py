@@ -131,7 +131,7 @@ def gradient_error(engine, expected, floor=1e-4):
     return (math.inf, f"no gradient: {missing}") if missing else worst
 
 
-def own_rows(count=BATCH):
-    """The rows of a global batch of ``count`` pairs that are this rank's."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return slice(rank * count // world_size, (rank + 1) * count // world_size)
+def own_rows():
+    """The rows of a global batch that are this rank's."""
+    share = BATCH // dist.get_world_size()
+    return slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
