@@ -23,7 +23,6 @@ def make_features(pairs: int, width: int, kind: str, seed: int, dtype: torch.dty
         return torch.randn(rows, width, generator=g, dtype=torch.float64) / width**0.5
 
     unit = F.normalize
-    u, v = unit(noise()), unit(noise())  # random
     if kind in ("trained", "anisotropic"):
         spread = max(width**0.5 / 4.2 - 1.0, 0.3) ** 0.5  # so that the loss is neither nothing nor that of chance
         shared = unit(noise()) + (2.0 * unit(noise(1)) if kind == "anisotropic" else 0.0)
@@ -31,11 +30,13 @@ def make_features(pairs: int, width: int, kind: str, seed: int, dtype: torch.dty
     elif kind == "converged":
         shared = unit(2.0 * unit(noise(1)) + unit(noise()))  # negatives at a cosine of 0.8, positives near 1
         u, v = unit(shared + 0.03 * noise()), unit(shared + 0.03 * noise())
-    elif kind == "mixed":
+    elif kind == "identical":
+        u = v = unit(noise(1)).expand(pairs, width)
+    else:
+        u, v = unit(noise()), unit(noise())
+    if kind == "mixed":
         lengths = torch.tensor([1e-2, 1.0, 2.5])
         u, v = (x * lengths[torch.randint(0, 3, (pairs, 1), generator=g)] for x in (u, v))
-    elif kind == "identical":
-        u = v = u[:1].expand(pairs, width)
     elif kind == "duplicated":
         half = pairs // 2
         u[half : 2 * half], v[half : 2 * half] = u[:half], v[:half]
