@@ -9,7 +9,7 @@ precision.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,14 +101,8 @@ class Gradients:
         return self.own, self.other, of_scale
 
 
-class Made(NamedTuple):
-    """What a loss makes of a block: its value, and the gradients of own rows, other rows, scale and bias."""
-
-    loss: Tensor
-    own: Tensor | None = None
-    other: Tensor | None = None
-    scale: Tensor | None = None
-    bias: Tensor | None = None
+Made = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""What a loss makes of a block: its value, and the gradients of own rows, other rows, scale and bias."""
 
 
 @torch.compiler.disable
@@ -122,17 +116,14 @@ def apply_loss(
     The upstream gradient of a loss is one number, the same on every rank. So gradients are made together with the loss,
     tile by tile, and backward multiplies them: nothing of size b x B lives on.
     """
-    ranks = ranks_of(group)
-    inputs = (image, text, scale, bias)
-    grad = torch.is_grad_enabled()
-    wanted = tuple(grad and isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    ranks, inputs = ranks_of(group), (image, text, scale, bias)
+    wanted = tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in inputs)
     with torch.no_grad(), torch.autocast(image.device.type, enabled=False):
         s, beta = (_number(x, image.device) for x in (scale, 0.0 if bias is None else bias))
         agree(ranks, name, image, text, s, beta, tile=tile, keep_logits=keep_logits, wanted=wanted)
         # both losses are symmetric in the towers: a frozen one is gathered, which needs no gradient sent back
-        swap = wanted[1] and not wanted[0]
-        order = (1, 0, 2, 3) if swap else (0, 1, 2, 3)
-        own, other = (text, image) if swap else (image, text)
+        order = (1, 0, 2, 3) if wanted[1] and not wanted[0] else (0, 1, 2, 3)
+        own, other = (image, text)[order[0]], (image, text)[order[1]]
         loss, *gradients = make(Block(own, other, s, ranks, tile, keep_logits, tuple(wanted[i] for i in order)), beta)
     if not any(wanted):
         return loss

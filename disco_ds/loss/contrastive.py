@@ -117,7 +117,7 @@ def _softmax(block: Block, _: Tensor) -> Made:
     weight = 1 / (2 * len(pair))  # N/(2B): the mean over ranks is the loss
     loss = (F.softplus(z_row) + F.softplus(z_column)).sum().mul(weight).to(block.scaled.dtype)
     if not any(block.wanted):
-        return Made(loss)
+        return loss, None, None, None, None
 
     row = whole_row.to(block.scaled.dtype).unsqueeze(1)
     column = torch.logaddexp(column, block.ranks.gather(pair)).to(block.scaled.dtype)
@@ -127,7 +127,7 @@ def _softmax(block: Block, _: Tensor) -> Made:
         G = torch.sub(S, row, out=block.buffer(columns)).exp_()
         gradients.add(columns, G.add_(S.sub_(column[columns]).exp_()))
     of_own, of_other, of_scale = gradients.finish(-(z_row.sigmoid() + z_column.sigmoid()), weight)
-    return Made(loss, of_own, of_other, of_scale, torch.zeros_like(loss))
+    return loss, of_own, of_other, of_scale, torch.zeros_like(loss)
 
 
 def _log_sums(block: Block) -> tuple[Tensor, Tensor, list[Tensor | None]]:

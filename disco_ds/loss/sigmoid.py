@@ -63,4 +63,4 @@ def _sigmoid(block: Block, bias: Tensor) -> Made:
     everyone = block.ranks.sum(loss.clone())  # a rank whose input is not finite is heard of everywhere
     loss = (loss * weight + (everyone - everyone)).to(block.scaled.dtype)
     of_pairs = -torch.sigmoid(-pair)
-    return Made(loss, *gradients.finish(of_pairs, weight), (of_bias + of_pairs.sum()) * weight)
+    return loss, *gradients.finish(of_pairs, weight), (of_bias + of_pairs.sum()) * weight
