@@ -176,7 +176,7 @@ def resolve(config: RunConfig, content: dict[str, Any], *, world_size: int, on_g
             "--model.checkpointing full or every:K, or take the section out"
         )
     if config.optimizer.name != "adamw":
-        ds["zero_allow_untested_optimizer"] = True  # Lion is as element-wise as Adam; the others run at stage 0
+        ds["zero_allow_untested_optimizer"] = True  # Lion is as element-wise as Adam
     # the optimizer handed over is torch's own where DeepSpeed's CPU Adam is not built
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
     return EngineConfig(ds, batch, precision, zero["stage"], filled, source)
