@@ -10,6 +10,14 @@ from disco_ds.data.sources import Source, fingerprint
 from disco_ds.errors import ConfigError, DataError
 
 CURSOR_VERSION = 1
+_MEANINGS = {
+    "version": "the format of the stream's state",
+    "seed": "seed",
+    "lanes": "data.lanes",
+    "shuffle": "data.shuffle",
+    "weighted": "whether data.weights is given",
+    "sources": "the shards of data.train (a hash of their names)",
+}
 
 
 def default_lanes(global_batch: int, world_size: int) -> int:
@@ -62,23 +70,10 @@ def check_stream(
         "weighted": config.weights is not None,
         "sources": fingerprint(sources),
     }
-    if cursor is not None:
-        _check_cursor(cursor, head)
-    return head
-
-
-def _check_cursor(cursor: dict[str, Any], head: dict[str, Any]) -> None:
-    what = {
-        "version": "the format of the stream's state",
-        "seed": "seed",
-        "lanes": "data.lanes",
-        "shuffle": "data.shuffle",
-        "weighted": "whether data.weights is given",
-        "sources": "the shards of data.train (a hash of their names)",
-    }
-    for key, meaning in what.items():
-        if cursor.get(key) != head[key]:
+    for key, meaning in _MEANINGS.items():
+        if cursor is not None and cursor.get(key) != head[key]:
             raise DataError(
                 f"the checkpoint's place in the data cannot be found again: {meaning} was {cursor.get(key)!r} and "
                 f"is now {head[key]!r}. Put it back, or start a new run from the checkpoint's weights"
             )
+    return head

@@ -21,6 +21,9 @@ from disco_ds.config.schema import DataConfig
 from disco_ds.data.faults import SampleFault
 from disco_ds.data.images import ImageRules, open_rgb, output_px
 from disco_ds.data.shards import Access, RawSample
+from disco_ds.random_state import random_states, set_random_states
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -38,9 +41,9 @@ class Decoder:
     """The configured way from a shard's bytes to a pair; picklable when the transform is."""
 
     def __init__(self, config: DataConfig, transform: Callable[[Image.Image], Tensor]) -> None:
-        self.image_extensions = tuple(_extension(key) for key in config.image_key.split(";") if key.strip())
+        self.image_extensions = _extensions(config.image_key)
         caption, _, self.json_key = config.caption_key.partition(":")
-        self.caption_extensions = tuple(_extension(key) for key in caption.split(";") if key.strip())
+        self.caption_extensions = _extensions(caption)
         self.image_rules = ImageRules(
             max_pixels=config.max_pixels,
             min_size=config.min_image_size,
@@ -60,9 +63,7 @@ class Decoder:
         Raises:
             SampleFault: missing_caption, empty_caption, bad_json.
         """
-        extension = _first(self.caption_extensions, raw)
-        if extension is None:
-            raise SampleFault("missing_caption", f"no .{' or .'.join(self.caption_extensions)} among {raw.extensions}")
+        extension = _find("caption", self.caption_extensions, raw)
         text = raw.files[extension].decode("utf-8-sig", errors="replace")
         found: Any = [text]
         if self.json_key:
@@ -75,12 +76,10 @@ class Decoder:
             if not any(isinstance(item, str) for item in found):
                 keys = sorted(record)[:8] if isinstance(record, dict) else type(record).__name__
                 raise SampleFault("missing_caption", f"no text under {self.json_key!r}; .{extension} holds {keys}")
-        texts = [item for item in found if isinstance(item, str)]
-        trimmed = [cleaned(item) if self.clean else item.strip() for item in texts]
-        kept = [item for item in trimmed if item]
-        if not kept:
+        trimmed = [cleaned(item) if self.clean else item.strip() for item in found if isinstance(item, str)]
+        if not any(trimmed):
             raise SampleFault("empty_caption", f".{extension} is empty")
-        return kept
+        return [item for item in trimmed if item]
 
     def read(self, raw: RawSample) -> tuple[Image.Image, list[str]]:
         """The image as it is seen, in RGB, and all captions.
@@ -88,9 +87,7 @@ class Decoder:
         Raises:
             SampleFault: the sample cannot be used.
         """
-        extension = _first(self.image_extensions, raw)
-        if extension is None:
-            raise SampleFault("missing_image", f"no .{' or .'.join(self.image_extensions)} among {raw.extensions}")
+        extension = _find("image", self.image_extensions, raw)
         captions = self.captions(raw)
         return open_rgb(raw.files[extension], self.image_rules), captions
 
@@ -100,7 +97,7 @@ class Decoder:
         Raises:
             SampleFault: transform_failed.
         """
-        with seeded(seed):
+        with _seeded(seed):
             caption = captions[random.randrange(len(captions))] if len(captions) > 1 else captions[0]
             try:
                 pixels = self.transform(image)
@@ -109,49 +106,38 @@ class Decoder:
         return Pair(pixels, caption, captions, key)
 
     def __call__(self, raw: RawSample, seed: int) -> Pair:
-        """Decode one sample.
-
-        Raises:
-            SampleFault: the sample cannot be used.
-        """
+        """Decode one sample; raises SampleFault."""
         return self.transformed(*self.read(raw), raw.name, seed)
 
 
-def _extension(key: str) -> str:
-    return key.strip().lstrip(".").lower()
+def _extensions(keys: str) -> tuple[str, ...]:
+    return tuple(key.strip().lstrip(".").lower() for key in keys.split(";") if key.strip())
 
 
-def _first(extensions: tuple[str, ...], raw: RawSample) -> str | None:
-    return next((extension for extension in extensions if extension in raw.files), None)
+def _find(what: str, extensions: tuple[str, ...], raw: RawSample) -> str:
+    """The first of the extensions that a sample has."""
+    for extension in extensions:
+        if extension in raw.files:
+            return extension
+    raise SampleFault(f"missing_{what}", f"no .{' or .'.join(extensions)} among {raw.extensions}")
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def _seeded(seed: int) -> Iterator[None]:
     """Seed every generator that transforms draw from, and put them back afterwards.
 
     The model's dropout depends on the same generators when samples are decoded in the training process itself. In a
     loader worker nothing does, and putting them back takes as long as seeding.
     """
-    if get_worker_info() is not None:
-        _seed(seed)
-        yield
-        return
-    torch_state = torch.default_generator.get_state()
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    _seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
-def _seed(seed: int) -> None:
+    before = random_states(CPU) if get_worker_info() is None else None
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        if before is not None:
+            set_random_states(before, CPU)
 
 
 def cleaned(text: str) -> str:

@@ -14,7 +14,7 @@ from disco_ds.data.decode import Decoder, Pair
 from disco_ds.data.faults import FaultLog, SampleFault, Tally
 from disco_ds.data.lanes import Slice
 from disco_ds.data.loader import loader_options
-from disco_ds.data.shards import RawSample, ShardFault, read_shard
+from disco_ds.data.shards import ShardFault, read_shard
 from disco_ds.data.sources import Source, expand
 from disco_ds.data.stream import Tokenizer, Transform, stacked
 from disco_ds.errors import DataError
@@ -107,21 +107,19 @@ class _Reader(IterableDataset):
             first = (reader + number) % step  # turned from shard to shard: tiny ones must not all fall to reader 0
             try:
                 for raw in read_shard(shard, self.decoder.wanted | {"cls"}, first, step, self.decoder.access):
-                    pair = self._decoded(raw, label, tally)
-                    if pair is not None:
-                        yield pair, _label(raw), (number << 40) + raw.number
+                    if raw.duplicates:
+                        tally.fault(label, "duplicate_key", raw.name)
+                    try:
+                        pair = self.decoder(raw, seed=0)
+                    except SampleFault as fault:
+                        tally.fault(label, fault.reason, f"{raw.name}: {fault}")
+                        continue
+                    name = raw.files.get("cls")
+                    text = None if name is None else name.decode("utf-8", errors="replace").strip()
+                    yield pair, text, (number << 40) + raw.number
             except ShardFault as fault:
                 if Slice(shard, label, first, step).counts(fault):
                     tally.fault(label, fault.reason, fault)
-
-    def _decoded(self, raw: RawSample, label: str, tally: Tally) -> Pair | None:
-        if raw.duplicates:
-            tally.fault(label, "duplicate_key", raw.name)
-        try:
-            return self.decoder(raw, seed=0)
-        except SampleFault as fault:
-            tally.fault(label, fault.reason, f"{raw.name}: {fault}")
-            return None
 
     def _batched(self, held: list[tuple[Pair, str | None, int]], tally: Tally) -> tuple[HeldoutBatch, list[str]]:
         pairs = [pair for pair, _, _ in held]
@@ -136,8 +134,3 @@ class _Reader(IterableDataset):
             faults=taken["faults"],
         )
         return batch, taken["notes"]
-
-
-def _label(raw: RawSample) -> str | None:
-    content = raw.files.get("cls")
-    return content.decode("utf-8", errors="replace").strip() if content is not None else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from disco_ds.data.decode import Decoder, Pair
 from disco_ds.data.faults import SampleFault, Tally
-from disco_ds.data.shards import Access, RawSample, ShardFault, read_shard
+from disco_ds.data.shards import RawSample, ShardFault, read_shard
 from disco_ds.data.sources import Source, is_remote
 from disco_ds.errors import DataError
 
@@ -58,12 +58,14 @@ class Slices:
         self.step = -(-lanes // len(self.shards)) if len(self.shards) < lanes else 1
         self.count = len(self.shards) * self.step
         self.lanes = lanes
-        self._order = lru_cache(maxsize=4)(lambda number: self._shuffled(draw(seed, "pass", tag, number)))
 
-    def _shuffled(self, rng: random.Random) -> list[int]:
-        order = list(range(self.count))
-        rng.shuffle(order)
-        return order
+        @lru_cache(maxsize=4)
+        def order(number: int) -> list[int]:
+            shuffled = list(range(self.count))
+            draw(seed, "pass", tag, number).shuffle(shuffled)
+            return shuffled
+
+        self._order = order
 
     def entry(self, lane: int, number: int) -> Slice:
         """Entry ``number`` of a lane's own sequence."""
@@ -76,39 +78,68 @@ class Slices:
         return (lane + number * self.lanes) // self.count
 
 
-class Reader:
-    """A lane's raw samples in reading order, from any point of it."""
+class Blocks:
+    """A lane's raw samples in the order of use, read a block at a time, from any point of it."""
 
     def __init__(
-        self, slices: Slices, lane: int, wanted: frozenset[str], access: Access, tally: Tally, at: Sequence[int]
+        self, slices: Slices, lane: int, seed: int, tag: int, size: int, decoder: Decoder, tally: Tally, at: list[int]
     ) -> None:
-        self.slices, self.lane, self.wanted, self.access, self.tally = slices, lane, wanted, access, tally
-        self.entry, self.offset = at
+        """``at``: a :meth:`state`. ``tag``: the source, where each has slices of its own."""
+        self.slices, self.lane, self.seed, self.tag, self.size = slices, lane, seed, tag, size
+        self.decoder, self.tally = decoder, tally
+        self.entry, self.offset, self.block, self.index = at
+        self.start = at[:2]
         self.entries_without_sample = 0
         self._open: Iterator[RawSample] | None = None
+        self._held: list[tuple[RawSample, str] | None] = []
 
-    def block(self, size: int, quiet: bool = False) -> list[tuple[RawSample, str]]:
-        """The next ``size`` raw samples with their source's label, fewer where a pass over the data ends.
+    def next(self) -> tuple[RawSample, str]:
+        """The next raw sample with its source's label."""
+        if not self._held:
+            self._fill()
+        item = self._held[self.index]
+        assert item is not None
+        self._held[self.index] = None  # the bytes are not needed again
+        self.index += 1
+        if self.index == len(self._held):
+            self.start, self._held = [self.entry, self.offset], []
+            self.block, self.index = self.block + 1, 0
+        return item
+
+    def _fill(self) -> None:
+        # First blocks of growing size, so that the lanes do not all come to their block's end, and read, at once.
+        size = self.size if self.block else max(1, self.size * (self.lane + 1) // self.slices.lanes)
+        held = self._read(size)
+        draw(self.seed, "block", self.tag, self.lane, self.block).shuffle(held)
+        if self.index >= len(held):
+            raise DataError(
+                f"lane {self.lane} stood at sample {self.index} of a block that now holds {len(held)}: a shard of "
+                "data.train is shorter than when the checkpoint was written, or cannot be read"
+            )
+        self._held = [*held]
+
+    def _read(self, size: int) -> list[tuple[RawSample, str]]:
+        """``size`` raw samples in reading order, fewer where a pass over the data ends.
 
         A block within one pass is what makes "no sample twice in a pass" hold for data smaller than the block.
-        ``quiet``: the block was read before, so what is wrong with its shards has been counted.
         """
+        counted = self.index > 0  # the block was read before, and so was what is wrong with its shards
         held: list[tuple[RawSample, str]] = []
         while len(held) < size:
             part = self.slices.entry(self.lane, self.entry)
             if self._open is None:
                 first = part.first + self.offset * part.step
-                self._open = read_shard(part.shard, self.wanted, first, part.step, self.access)
+                self._open = read_shard(part.shard, self.decoder.wanted, first, part.step, self.decoder.access)
             try:
                 raw = next(self._open, None)
             except ShardFault as fault:
                 raw = None
-                if part.counts(fault) and not quiet:
+                if part.counts(fault) and not counted:
                     self.tally.fault(part.label, fault.reason, fault)
             if raw is not None:
                 held.append((raw, part.label))
                 self.offset += 1
-                if raw.duplicates and not quiet:
+                if raw.duplicates and not counted:
                     self.tally.fault(part.label, "duplicate_key", raw.name)
             elif self._advance() and held:
                 break
@@ -129,49 +160,15 @@ class Reader:
             )
         return self.slices.pass_of(self.lane, self.entry) != before
 
+    def state(self) -> list[int]:
+        """Where the block begins (slice, sample in it), its number, how far it is used."""
+        return [*self.start, self.block, self.index]
+
     def close(self) -> None:
         """Close the shard that is open."""
         if self._open is not None:
             self._open.close()  # type: ignore[attr-defined]
             self._open = None
-
-
-class Blocks:
-    """A lane's raw samples in the order of use. State: where the block begins, its number, how far it is used."""
-
-    def __init__(self, reader: Reader, seed: int, tag: str, size: int, block: int, index: int) -> None:
-        self.reader, self.seed, self.tag, self.size = reader, seed, tag, size
-        self.start = [reader.entry, reader.offset]
-        self.block, self.index = block, index
-        self._held: list[tuple[RawSample, str] | None] = []
-
-    def next(self) -> tuple[RawSample, str]:
-        if not self._held:
-            self._fill()
-        item = self._held[self.index]
-        assert item is not None
-        self._held[self.index] = None  # the bytes are not needed again
-        self.index += 1
-        if self.index == len(self._held):
-            self.start, self._held = [self.reader.entry, self.reader.offset], []
-            self.block, self.index = self.block + 1, 0
-        return item
-
-    def _fill(self) -> None:
-        lane, lanes = self.reader.lane, self.reader.slices.lanes
-        # First blocks of growing size, so that the lanes do not all come to their block's end, and read, at once.
-        size = self.size if self.block else max(1, self.size * (lane + 1) // lanes)
-        held = self.reader.block(size, quiet=self.index > 0)
-        draw(self.seed, "block", self.tag, lane, self.block).shuffle(held)
-        if self.index >= len(held):
-            raise DataError(
-                f"lane {lane} stood at sample {self.index} of a block that now holds {len(held)}: a shard of "
-                "data.train is shorter than when the checkpoint was written, or cannot be read"
-            )
-        self._held = list(held)
-
-    def state(self) -> list[int]:
-        return [*self.start, self.block, self.index]
 
 
 class Lane:
@@ -195,10 +192,10 @@ class Lane:
         self.check = check
         state = state or {"n": 0, "reads": 0, "bad": 0, "at": [[0, 0, 0, 0] for _ in slices]}
         self.n, self.reads, self.bad = state["n"], state["reads"], state["bad"]
-        self.blocks = []
-        for tag, (part, at) in enumerate(zip(slices, state["at"], strict=True)):
-            reader = Reader(part, number, decoder.wanted, decoder.access, tally, at[:2])
-            self.blocks.append(Blocks(reader, seed, str(tag), block_size, at[2], at[3]))
+        self.blocks = [
+            Blocks(part, number, seed, tag, block_size, decoder, tally, at)
+            for tag, (part, at) in enumerate(zip(slices, state["at"], strict=True))
+        ]
 
     def next(self) -> Pair:
         """The next good sample. Its source, caption and augmentation depend on (seed, lane, n) alone."""
@@ -217,7 +214,7 @@ class Lane:
                 self.tally.fault(label, fault.reason, f"{raw.name}: {fault}")
                 self.check()
                 continue
-            blocks.reader.entries_without_sample = 0
+            blocks.entries_without_sample = 0
             self.n += 1
             return pair
 
@@ -229,4 +226,4 @@ class Lane:
     def close(self) -> None:
         """Close what is open."""
         for blocks in self.blocks:
-            blocks.reader.close()
+            blocks.close()

@@ -44,9 +44,8 @@ def prepare_worker(worker: int) -> None:
     Launchers send SIGTERM to every process they find, while the rank wants to end its step and save, and needs its
     batch for that. torch's own watch over the parent sees the fork server there, and that lives as long as its workers.
     """
-    for name in ("SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
 
 
@@ -54,12 +53,12 @@ def end_with_parent() -> None:
     """In a worker: end at once when the process that asked for it has died."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
+        def end() -> None:
+            connection.wait([parent.sentinel])
+            os._exit(1)
 
-def _end_with(sentinel: int) -> None:
-    connection.wait([sentinel])
-    os._exit(1)
+        threading.Thread(target=end, daemon=True).start()
 
 
 @cache
@@ -69,18 +68,13 @@ def _end_workers_at_exit(process: int) -> None:
     multiprocessing sends its daemons SIGTERM then and waits for them, for ever where they ignore it. A finalizer runs
     before that, in processes that multiprocessing started as well, where atexit would come too late.
     """
-    util.Finalize(None, _kill_daemons, exitpriority=100)
 
+    def kill() -> None:
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
 
-def _kill_daemons() -> None:
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
-
-
-def same(item: Any) -> Any:
-    """The collate function that leaves everything as it is."""
-    return item
+    util.Finalize(None, kill, exitpriority=100)
 
 
 def loader_options() -> dict[str, Any]:
@@ -88,7 +82,6 @@ def loader_options() -> dict[str, Any]:
     _end_workers_at_exit(os.getpid())
     return {
         "batch_size": None,
-        "collate_fn": same,
         "worker_init_fn": prepare_worker,
         "multiprocessing_context": start_method(),
         "prefetch_factor": PREFETCH,

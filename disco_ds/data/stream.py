@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +86,8 @@ class _Plan(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         numbers = list(range(self.rank, self.lanes, self.world_size))[worker::workers]
-        tally = Tally()
+        tally, position = Tally(), self.position
         lanes = self._lanes(numbers, tally)
-        position = self.position
         try:
             while True:
                 # A batch begins at any position; the rank's samples in it are those whose lane is one of the rank's.
@@ -116,8 +115,7 @@ class _Plan(IterableDataset):
         lanes: dict[int, Lane] = {}
 
         def check() -> None:  # here too: a worker that finds nothing good never comes to hand over a part
-            reads, bad = sum(lane.reads for lane in lanes.values()), sum(lane.bad for lane in lanes.values())
-            _check_bad(reads, bad, self.max_bad_fraction, tally.faults)
+            _check_bad([lane.state() for lane in lanes.values()], self.max_bad_fraction, tally.faults)
 
         for number in numbers:
             state = self.states.get(str(number))
@@ -182,19 +180,18 @@ class TrainStream:
         return self
 
     def __next__(self) -> Batch:
-        if self._parts is None:
-            self._parts = self._start()
-        parts = self._next_parts(self._parts)
         plan = self._plan
+        if self._parts is None:
+            loader = DataLoader(plan, num_workers=self._workers, **loader_options()) if self._workers else plan
+            self._parts = iter(loader)
+        parts = self._next_parts(self._parts)
         batch = _joined(parts, plan.global_batch // plan.world_size)
         self._position += plan.global_batch
         for part in parts:
             self._states.update(part.states)
             self._log.write(part.tally["notes"])
         self._faults.update(batch.faults)
-        reads = sum(state["reads"] for state in self._states.values())
-        bad = sum(state["bad"] for state in self._states.values())
-        _check_bad(reads, bad, plan.max_bad_fraction, self._faults)
+        _check_bad(self._states.values(), plan.max_bad_fraction, self._faults)
         return batch
 
     def _next_parts(self, parts: Iterator[_Part]) -> list[_Part]:
@@ -212,11 +209,6 @@ class TrainStream:
                 "or data.shuffle"
             ) from error
 
-    def _start(self) -> Iterator[_Part]:
-        if not self._workers:
-            return iter(self._plan)
-        return iter(DataLoader(self._plan, num_workers=self._workers, **loader_options()))
-
     def state(self) -> dict[str, Any]:
         """Where this rank's lanes stand after the last batch given out; JSON-able. See :func:`merge_states`."""
         return {**self._head, "position": self._position, "lane_states": dict(self._states)}
@@ -230,7 +222,8 @@ class TrainStream:
             stop()
 
 
-def _check_bad(reads: int, bad: int, max_bad_fraction: float, faults: Counter[str]) -> None:
+def _check_bad(lanes: Collection[dict[str, Any]], max_bad_fraction: float, faults: Counter[str]) -> None:
+    reads, bad = sum(lane["reads"] for lane in lanes), sum(lane["bad"] for lane in lanes)
     if reads >= MIN_READS and bad > max_bad_fraction * reads:
         raise DataError(
             f"{bad} of {reads} samples read are bad, more than data.max_bad_fraction = {max_bad_fraction}; since the "
@@ -248,14 +241,11 @@ def stacked(images: list[Tensor]) -> Tensor:
 
 
 def _joined(parts: list[_Part], size: int) -> Batch:
+    """The workers' parts, their samples at their places, in pinned memory where there is a GPU."""
     filled = [part for part in parts if part.images is not None and part.texts is not None]
     faults: Counter[str] = Counter()
     for part in parts:
         faults.update(part.tally["faults"])
-    reads = sum(part.tally["reads"] for part in parts)
-    if len(filled) == 1 and not torch.cuda.is_available():  # all of it in its order already
-        (part,) = filled
-        return Batch(part.images, part.texts, part.keys, dict(faults), reads)  # type: ignore[arg-type]
     shape_chw, context = filled[0].images.shape[1:], filled[0].texts.shape[1]  # type: ignore[union-attr]
     pin = torch.cuda.is_available()
     images = torch.empty(size, *shape_chw, dtype=torch.float32, pin_memory=pin)
@@ -266,4 +256,4 @@ def _joined(parts: list[_Part], size: int) -> Batch:
         images[places], texts[places] = part.images, part.texts  # type: ignore[assignment]
         for place, key in zip(part.places, part.keys, strict=True):
             keys[place] = key
-    return Batch(images, texts, keys, dict(faults), reads)
+    return Batch(images, texts, keys, dict(faults), sum(part.tally["reads"] for part in parts))

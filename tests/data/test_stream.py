@@ -90,7 +90,7 @@ def test_every_pass_holds_every_sample_once(shards, fields):
     seen: Counter[str] = Counter()
     for number, lane in stream._plan._lanes(list(range(count)), Tally()).items():
         (blocks,) = lane.blocks
-        slices, entry = blocks.reader.slices, 0
+        slices, entry = blocks.slices, 0
         expected: Counter[str] = Counter()
         while slices.pass_of(number, entry) < 3:
             part = slices.entry(number, entry)
