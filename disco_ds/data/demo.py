@@ -73,10 +73,9 @@ class Emoji:
 
 def cache_folder() -> Path:
     """``$DISCO_DS_CACHE``, else ``$XDG_CACHE_HOME/disco_ds``, else ``~/.cache/disco_ds``."""
-    if os.environ.get("DISCO_DS_CACHE"):
-        return Path(os.environ["DISCO_DS_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "disco_ds"
+    if own := os.environ.get("DISCO_DS_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "disco_ds"
 
 
 def demo_shards(cache: Path | None = None) -> DemoShards:
@@ -152,8 +151,7 @@ def captions(name: str, short_names: Iterable[str], category: str) -> tuple[str,
     """
     name = _words(name)
     aliases = [_words(short) for short in short_names if not re.match(r"flag-|u\d|[+-]\d", short)]
-    names = list(dict.fromkeys([name, *aliases]))
-    kind = _words(category)
+    names, kind = list(dict.fromkeys([name, *aliases])), _words(category)
     every = [", ".join([*names[:2], kind]), *(f"{one}, {kind}" for one in names), f"an emoji of {kind}: {name}"]
     return tuple(dict.fromkeys(every))
 
@@ -239,13 +237,8 @@ def _write_shard(path: Path, chosen: list[Emoji], *, every_caption: bool) -> Non
 
     with webdataset.TarWriter(str(path), encoder=False, mtime=0) as writer:
         for emoji in chosen:
-            png = resvg_py.svg_to_bytes(
-                svg_string=emoji.svg.read_text(encoding="utf-8"),
-                width=IMAGE_PX,
-                height=IMAGE_PX,
-                background="white",
-                skip_system_fonts=True,
-            )
+            svg, size = emoji.svg.read_text(encoding="utf-8"), {"width": IMAGE_PX, "height": IMAGE_PX}
+            png = resvg_py.svg_to_bytes(svg_string=svg, **size, background="white", skip_system_fonts=True)
             captions = emoji.captions if every_caption else emoji.captions[:1]
             record = {"captions": list(captions), "category": emoji.category}
             writer.write(
@@ -263,12 +256,13 @@ def _read(folder: Path) -> DemoShards | None:
     """What lies in folder, if the manifest is there and every shard has the size that it says."""
     try:
         content = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        for shards in content["shards"].values():
-            if any((folder / name).stat().st_size != size for name, size in shards.items()):
-                return None
-        paths = {split: [str(folder / name) for name in shards] for split, shards in content["shards"].items()}
-        return DemoShards(train=paths["train"], val=paths["val"], classes=list(content["classes"]))
-    except (OSError, ValueError, KeyError, AttributeError):
+        train, val = content["shards"]["train"], content["shards"]["val"]
+        if any((folder / name).stat().st_size != size for name, size in (train | val).items()):
+            return None
+        return DemoShards(
+            [str(folder / name) for name in train], [str(folder / name) for name in val], content["classes"]
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -1,8 +1,7 @@
-"""Raw samples out of a tar shard: webdataset's way of opening and of naming, with the position of every sample known.
+"""Raw samples out of a tar shard, with the position of every sample known.
 
-webdataset's own tar iterator hides three things that a resumable stream needs: the number of each sample in its shard,
-a way past samples without reading their bytes, and how an archive ended (a damaged header in the middle looks to it
-like the end). So the loop over the members is here; URLs, pipes and the split into key and extension are webdataset's.
+webdataset opens shards and splits names into key and extension. Its tar iterator is not used: it hides the number of
+each sample, reads the bytes of samples that are passed over, and takes a damaged header for the end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from urllib.parse import urlparse
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import base_plus_ext
 
-from disco_ds.data.sources import is_remote
+from disco_ds.data.sources import base_name, is_remote
 from disco_ds.errors import DataError
 
 log = logging.getLogger("disco_ds.data")
@@ -67,13 +66,12 @@ class RawSample:
     @property
     def name(self) -> str:
         """``shard.tar#key``, for messages and logs."""
-        shard = self.shard if self.shard.startswith("pipe:") else self.shard.rsplit("/", 1)[-1]
-        return f"{shard}#{self.key}"
+        return f"{base_name(self.shard)}#{self.key}"
 
 
 @dataclass(frozen=True)
 class Access:
-    """How shards are opened."""
+    """What is done when a shard cannot be read."""
 
     retries: int = 0
     """Attempts after a remote shard failed, in a row without a new sample."""
@@ -94,9 +92,6 @@ def read_shard(
     Args:
         shard: a path, URL or ``pipe:`` command.
         wanted: extensions to read (lower case, no dot); None: all.
-        first: number of the first sample given.
-        step: distance between samples given.
-        access: attempts when it fails.
 
     Raises:
         ShardFault: after the samples before the fault were given. A sample that the fault cuts is not given.
@@ -160,8 +155,11 @@ def _samples(
 ) -> Iterator[RawSample]:
     started = False
     sample: RawSample | None = None
-    offsets = _sample_offsets(shard, *_state(shard)) if step > 1 and not is_remote(shard) else None
+    offsets = None
     try:
+        if step > 1 and not is_remote(shard):
+            state = os.fstat(stream.fileno())  # what was known of another file of this name does not hold
+            offsets = _sample_offsets(shard, state.st_size, state.st_mtime_ns)
         archive = _open_tar(stream)
         started = True
         members = _members(archive) if offsets is None else _members_of(archive, offsets, first, step)
@@ -173,9 +171,16 @@ def _samples(
                 continue
             if sample is None:
                 sample = RawSample(shard, number, key)
-            _take(archive, member, extension, sample, wanted)
-    except GeneratorExit:
-        raise
+            if extension in sample.extensions:
+                sample.duplicates += 1
+                continue
+            sample.extensions.append(extension)
+            if wanted is None or extension in wanted:
+                content = archive.extractfile(member)
+                assert content is not None  # it is a regular file
+                sample.files[extension] = content.read()
+                if len(sample.files[extension]) != member.size:
+                    raise tarfile.ReadError(f"unexpected end of data in {member.name}")
     except _READ_ERRORS as error:
         fault = _classified(shard, stream, error, started)
         fault.last = sample if isinstance(error, _NoEndMark) and fault.reason == "truncated_shard" else None
@@ -230,36 +235,12 @@ def _sample_offsets(shard: str, size: int, changed_ns: int) -> Sequence[int] | N
     return offsets
 
 
-def _state(shard: str) -> tuple[int, int]:
-    """Size and time of a file: what was known of another file of this name does not hold."""
-    with suppress(OSError):
-        state = os.stat(shard)
-        return state.st_size, state.st_mtime_ns
-    return -1, -1
-
-
 def _named(member: tarfile.TarInfo) -> tuple[str | None, str]:
     """Key and extension of a member; None for what is not part of a sample."""
     if not member.isreg() or _META.match(member.name):
         return None, ""
     key, extension = base_plus_ext(member.name)
     return key, extension.lower() if key is not None else ""
-
-
-def _take(
-    archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, sample: RawSample, wanted: Collection[str] | None
-) -> None:
-    if extension in sample.extensions:
-        sample.duplicates += 1
-        return
-    sample.extensions.append(extension)
-    if wanted is None or extension in wanted:
-        content = archive.extractfile(member)
-        assert content is not None  # it is a regular file
-        data = content.read()
-        if len(data) != member.size:
-            raise tarfile.ReadError(f"unexpected end of data in {member.name}")
-        sample.files[extension] = data
 
 
 def _open_tar(stream: IO[bytes]) -> tarfile.TarFile:

@@ -6,7 +6,6 @@ import glob
 import hashlib
 import logging
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ def expand(entries: str | Sequence[str], field: str = "data.train") -> list[Sour
 
 def fingerprint(sources: Sequence[Source]) -> str:
     """A short hash of the shards' names without their folders, so that data that moved as a whole is still the same."""
-    names = [[_base_name(shard) for shard in source.shards] for source in sources]
+    names = [[base_name(shard) for shard in source.shards] for source in sources]
     return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
 
@@ -59,19 +58,16 @@ def is_remote(shard: str) -> bool:
     return shard.startswith("pipe:") or re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", shard) is not None
 
 
-def _base_name(shard: str) -> str:
+def base_name(shard: str) -> str:
+    """A shard's name without its folder; a ``pipe:`` command as it is."""
     return shard if shard.startswith("pipe:") else shard.rsplit("/", 1)[-1]
 
 
 def _labels(entries: list[str]) -> list[str]:
     """The last part of each entry's path; a number where two would be alike."""
-    names = [re.sub(r"\s+", " ", _base_name(entry.rstrip("/")))[-60:] for entry in entries]
-    seen: Counter[str] = Counter()
-    labels = []
-    for name in names:
-        seen[name] += 1
-        labels.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return labels
+    names = [re.sub(r"\s+", " ", base_name(entry.rstrip("/")))[-60:] for entry in entries]
+    times = [names[: at + 1].count(name) for at, name in enumerate(names)]
+    return [name if count == 1 else f"{name}#{count}" for name, count in zip(names, times, strict=True)]
 
 
 def _shards(entry: str, field: str) -> list[str]:
@@ -102,13 +98,9 @@ def _shards(entry: str, field: str) -> list[str]:
 
 def _brace_list(entry: str, field: str) -> list[str]:
     names = [str(Path(name).expanduser()) for name in braceexpand.braceexpand(entry, escape=False)]
-    found: list[str] = []
-    missing: list[str] = []
-    for name in names:
-        existing = _matching(name if re.search(r"[*?\[]", name) else glob.escape(name))
-        found += existing
-        if not existing:
-            missing.append(name)
+    existing = [_matching(name if re.search(r"[*?\[]", name) else glob.escape(name)) for name in names]
+    found = [path for paths in existing for path in paths]
+    missing = [name for name, paths in zip(names, existing, strict=True) if not paths]
     if not found:
         nearest = _nearest(Path(names[0]))
         raise DataError(f"{field}: none of the {len(names)} files of {entry!r} exists, {names[0]!r} first ({nearest})")
@@ -147,8 +139,5 @@ def _list_file(path: Path, field: str) -> list[str]:
 
 
 def _nearest(path: Path) -> str:
-    """How far a path that does not exist can be followed."""
-    for parent in path.absolute().parents:
-        if parent.is_dir():
-            return f"the last folder on the way that exists is {str(parent)!r}"
-    return "no folder on the way exists"
+    existing = next(parent for parent in path.absolute().parents if parent.is_dir())
+    return f"the last folder on the way that exists is {str(existing)!r}"
