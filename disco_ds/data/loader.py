@@ -19,12 +19,7 @@ import torch
 
 PRELOAD = ["torch", "disco_ds.data.stream", "disco_ds.data.heldout", "__main__"]
 """What the server imports, so that no worker has to; "__main__" since multiprocessing imports it in every worker."""
-PREFETCH = 2
-
-
-def start_method() -> str:
-    """The method of multiprocessing: "forkserver" where it exists, else "spawn"."""
-    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def warm_up(*needed: Any) -> None:
@@ -32,7 +27,7 @@ def warm_up(*needed: Any) -> None:
 
     ``needed``: objects that will be sent to workers; the packages that they come from are imported too.
     """
-    if start_method() == "forkserver":
+    if START_METHOD == "forkserver":
         packages = {getattr(item, "__module__", "").partition(".")[0] for item in needed} - {"", "builtins", "__main__"}
         multiprocessing.set_forkserver_preload([*PRELOAD, *sorted(packages)])
         forkserver.ensure_running()
@@ -83,8 +78,8 @@ def loader_options() -> dict[str, Any]:
     return {
         "batch_size": None,
         "worker_init_fn": prepare_worker,
-        "multiprocessing_context": start_method(),
-        "prefetch_factor": PREFETCH,
+        "multiprocessing_context": START_METHOD,
+        "prefetch_factor": 2,
         "persistent_workers": True,
         # The loader draws a seed for its workers; from a generator of its own, so that the model's are not disturbed.
         "generator": torch.Generator(),

@@ -67,14 +67,12 @@ class _Part:
 class _Plan(IterableDataset):
     """All that a worker needs to produce its parts; as torch's loader has it, one iterator a worker."""
 
+    config: DataConfig
     sources: list[Source]
-    weights: list[float] | None
     decoder: Decoder
     tokenizer: Tokenizer
     seed: int
     lanes: int
-    shuffle: int
-    max_bad_fraction: float
     rank: int
     world_size: int
     global_batch: int
@@ -109,19 +107,19 @@ class _Plan(IterableDataset):
                 lane.close()
 
     def _lanes(self, numbers: list[int], tally: Tally) -> dict[int, Lane]:
-        groups = [self.sources] if self.weights is None else [[source] for source in self.sources]
+        weights = self.config.weights
+        groups = [self.sources] if weights is None else [[source] for source in self.sources]
         slices = [Slices(group, self.lanes, self.seed, str(tag)) for tag, group in enumerate(groups)]
-        size = max(1, self.shuffle // self.lanes)
+        size = max(1, self.config.shuffle // self.lanes)
         lanes: dict[int, Lane] = {}
 
         def check() -> None:  # here too: a worker that finds nothing good never comes to hand over a part
-            _check_bad([lane.state() for lane in lanes.values()], self.max_bad_fraction, tally.faults)
+            _check_bad([lane.state() for lane in lanes.values()], self.config.max_bad_fraction, tally.faults)
 
         for number in numbers:
-            state = self.states.get(str(number))
             lanes[number] = Lane(
-                number, slices, self.weights, seed=self.seed, block_size=size, decoder=self.decoder, tally=tally,
-                state=state, check=check,
+                number, slices, weights, seed=self.seed, block_size=size, decoder=self.decoder, tally=tally,
+                state=self.states.get(str(number)), check=check,
             )  # fmt: skip
         return lanes
 
@@ -160,19 +158,17 @@ class TrainStream:
         self._head = check_stream(config, sources, global_batch, world_size, seed, cursor)
         lanes = self._head["lanes"]
         own = [str(lane) for lane in range(rank, lanes, world_size)]
-        self._position = cursor["position"] if cursor else 0
-        stored = cursor["lane_states"] if cursor else {}
-        self._states = {lane: stored[lane] for lane in own if lane in stored}
+        cursor = cursor or {"position": 0, "lane_states": {}}
+        self._position = cursor["position"]
+        self._states = {lane: state for lane, state in cursor["lane_states"].items() if lane in own}
         self._plan = _Plan(
-            sources, config.weights, Decoder(config, transform), tokenizer, seed, lanes, config.shuffle,
-            config.max_bad_fraction, rank, world_size, global_batch, self._position, self._states,
+            config, sources, Decoder(config, transform), tokenizer, seed, lanes, rank, world_size, global_batch,
+            self._position, self._states,
         )  # fmt: skip
         self._workers = min(config.workers, len(own))
         self._parts: Iterator[_Part] | None = None
         self._log = FaultLog("data")
         self._faults: Counter[str] = Counter()
-        self.shards = sum(len(source.shards) for source in sources)
-        """Shards found, for the log."""
         if self._workers:
             warm_up(transform, tokenizer)
 
@@ -191,7 +187,7 @@ class TrainStream:
             self._states.update(part.states)
             self._log.write(part.tally["notes"])
         self._faults.update(batch.faults)
-        _check_bad(self._states.values(), plan.max_bad_fraction, self._faults)
+        _check_bad(self._states.values(), plan.config.max_bad_fraction, self._faults)
         return batch
 
     def _next_parts(self, parts: Iterator[_Part]) -> list[_Part]:

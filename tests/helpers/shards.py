@@ -132,4 +132,4 @@ def heldout(val: Any, rank: int = 0, world_size: int = 1, batch: int = 4, worker
             ) -> list[HeldoutBatch]:  # fmt: skip
     """The batches of a rank; ``fields`` are those of the configuration."""
     options = {"transform": to_tensor, "tokenizer": letters, "rank": rank, "world_size": world_size, "batch": batch}
-    return list(read_heldout(data_config("unused", val=val, **fields), workers=workers, **options))
+    return list(read_heldout(data_config("unused", val=val, workers=workers, **fields), **options))

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from disco_ds.data.loader import end_with_parent, start_method, warm_up
+from disco_ds.data.loader import START_METHOD, end_with_parent, warm_up
 from disco_ds.errors import DataError
 
 Job = TypeVar("Job")
@@ -44,7 +44,7 @@ def in_processes(function: Callable[[Job], Result], jobs: Iterable[Job], workers
         return
     jobs = iter(jobs)
     warm_up(function)
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(start_method()), initializer=_prepare)
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(START_METHOD), initializer=_prepare)
     try:
         running = {pool.submit(function, job) for job in islice(jobs, AHEAD * workers)}
         while running:
