@@ -34,9 +34,7 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     heads = [{key: value for key, value in state.items() if key != "lane_states"} for state in states]
     if any(head != heads[0] for head in heads):
         raise ValueError(f"the ranks' stream states are not of one moment: {heads}")
-    merged: dict[str, Any] = {}
-    for state in states:
-        merged.update(state["lane_states"])
+    merged = {lane: at for state in states for lane, at in state["lane_states"].items()}
     if merged and len(merged) != heads[0]["lanes"]:
         raise ValueError(f"states of {len(merged)} of {heads[0]['lanes']} lanes; give those of every rank")
     return {**heads[0], "lane_states": {lane: merged[lane] for lane in sorted(merged, key=int)}}

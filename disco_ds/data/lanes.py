@@ -11,7 +11,7 @@ It reads ahead one block of raw samples, puts the block in a seeded order, and d
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -90,19 +90,18 @@ class Blocks:
         self.entry, self.offset, self.block, self.index = at
         self.start = at[:2]
         self.entries_without_sample = 0
-        self._open: Iterator[RawSample] | None = None
-        self._held: list[tuple[RawSample, str] | None] = []
+        self._open: Generator[RawSample, None, None] | None = None
+        self._held: list[tuple[RawSample, str]] = []
+        """What is left of the block, the next one last."""
 
     def next(self) -> tuple[RawSample, str]:
         """The next raw sample with its source's label."""
         if not self._held:
             self._fill()
-        item = self._held[self.index]
-        assert item is not None
-        self._held[self.index] = None  # the bytes are not needed again
+        item = self._held.pop()
         self.index += 1
-        if self.index == len(self._held):
-            self.start, self._held = [self.entry, self.offset], []
+        if not self._held:
+            self.start = [self.entry, self.offset]
             self.block, self.index = self.block + 1, 0
         return item
 
@@ -116,7 +115,7 @@ class Blocks:
                 f"lane {self.lane} stood at sample {self.index} of a block that now holds {len(held)}: a shard of "
                 "data.train is shorter than when the checkpoint was written, or cannot be read"
             )
-        self._held = [*held]
+        self._held = held[self.index :][::-1]
 
     def _read(self, size: int) -> list[tuple[RawSample, str]]:
         """``size`` raw samples in reading order, fewer where a pass over the data ends.
@@ -167,8 +166,7 @@ class Blocks:
     def close(self) -> None:
         """Close the shard that is open."""
         if self._open is not None:
-            self._open.close()  # type: ignore[attr-defined]
-            self._open = None
+            self._open.close()
 
 
 class Lane:

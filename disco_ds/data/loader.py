@@ -1,8 +1,7 @@
 """How loader workers are started: from a server process that has neither threads nor sockets of the training.
 
-A forked worker would inherit the rank's sockets to its peers, so that a killed rank looks alive to them until its
-workers notice, and its signal handlers and whatever locks gloo, NCCL or CUDA threads held at that moment. The fork
-server starts once a rank (about 3 s of one core, beside the building of the model); a worker then costs 0.1 s.
+A forked worker would inherit the rank's sockets, so that a killed rank looks alive to its peers, its signal handlers
+and held locks. The fork server starts once a rank (about 3 s of one core); a worker then costs 0.1 s.
 """
 
 from __future__ import annotations

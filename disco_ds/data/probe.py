@@ -37,7 +37,7 @@ def _first_good(source: Source, decoder: Decoder, config: DataConfig, field: str
     shard = source.shards[0]
     for shard in source.shards:
         try:
-            with closing(read_shard(shard, decoder.wanted, access=decoder.access)) as raws:  # type: ignore[type-var]
+            with closing(read_shard(shard, decoder.wanted, access=decoder.access)) as raws:
                 for raw in raws:
                     tally.reads += 1
                     seen.update(raw.extensions)

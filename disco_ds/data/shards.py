@@ -84,7 +84,7 @@ ONCE = Access()
 
 def read_shard(
     shard: str, wanted: Collection[str] | None, first: int = 0, step: int = 1, access: Access = ONCE
-) -> Iterator[RawSample]:
+) -> Generator[RawSample, None, None]:
     """Samples number ``first``, ``first + step``, … of a shard, in order; the bytes of others are not kept.
 
     A remote shard that fails is opened again, and what it gave before is passed over: no sample comes twice.

@@ -239,9 +239,7 @@ def stacked(images: list[Tensor]) -> Tensor:
 def _joined(parts: list[_Part], size: int) -> Batch:
     """The workers' parts, their samples at their places, in pinned memory where there is a GPU."""
     filled = [part for part in parts if part.images is not None and part.texts is not None]
-    faults: Counter[str] = Counter()
-    for part in parts:
-        faults.update(part.tally["faults"])
+    faults = sum((Counter(part.tally["faults"]) for part in parts), Counter[str]())
     shape_chw, context = filled[0].images.shape[1:], filled[0].texts.shape[1]  # type: ignore[union-attr]
     pin = torch.cuda.is_available()
     images = torch.empty(size, *shape_chw, dtype=torch.float32, pin_memory=pin)
