@@ -82,11 +82,7 @@ class Decoder:
         return [item for item in trimmed if item]
 
     def read(self, raw: RawSample) -> tuple[Image.Image, list[str]]:
-        """The image as it is seen, in RGB, and all captions.
-
-        Raises:
-            SampleFault: the sample cannot be used.
-        """
+        """The image as it is seen, in RGB, and all captions; raises SampleFault."""
         extension = _find("image", self.image_extensions, raw)
         captions = self.captions(raw)
         return open_rgb(raw.files[extension], self.image_rules), captions

@@ -51,18 +51,11 @@ class Tally:
         return taken
 
 
-@dataclass
-class FaultLog:
-    """Writes the notes of several workers to the log: the first few of each kind over all of them."""
-
-    source: str
-    """What the samples are dropped from."""
-    _logged: Counter[str] = field(default_factory=Counter)
-
-    def write(self, notes: list[str]) -> None:
-        for note in notes:
-            kind = note.split(": ", 1)[0]
-            self._logged[kind] += 1
-            if self._logged[kind] <= NOTES_PER_REASON:
-                last = ", further ones are only counted" if self._logged[kind] == NOTES_PER_REASON else ""
-                log.warning("dropped from the %s: %s%s", self.source, note, last)
+def log_notes(source: str, notes: list[str], logged: Counter[str]) -> None:
+    """Log what workers noted, the first few of each kind over all; ``logged`` counts the kinds between calls."""
+    for note in notes:
+        kind = note.split(": ", 1)[0]
+        logged[kind] += 1
+        if logged[kind] <= NOTES_PER_REASON:
+            last = ", further ones are only counted" if logged[kind] == NOTES_PER_REASON else ""
+            log.warning("dropped from the %s: %s%s", source, note, last)

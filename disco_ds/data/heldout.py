@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from disco_ds.config.schema import DataConfig
 from disco_ds.data.decode import Decoder, Pair
-from disco_ds.data.faults import FaultLog, SampleFault, Tally
+from disco_ds.data.faults import SampleFault, Tally, log_notes
 from disco_ds.data.lanes import Slice
 from disco_ds.data.loader import loader_options
 from disco_ds.data.shards import ShardFault, read_shard
@@ -64,9 +65,9 @@ def read_heldout(
         raise DataError("data.val is not set: there is nothing to evaluate on")
     reader = _Reader(expand(config.val, "data.val"), Decoder(config, transform), tokenizer, rank, world_size, batch)
     options = {**loader_options(), "persistent_workers": False}  # these workers have one pass to make
-    log = FaultLog("held-out data")
+    logged: Counter[str] = Counter()
     for part, notes in DataLoader(reader, num_workers=config.workers, **options) if config.workers else reader:
-        log.write(notes)
+        log_notes("held-out data", notes, logged)
         yield part
 
 
@@ -119,15 +120,15 @@ class _Reader(IterableDataset):
                     tally.fault(label, fault.reason, fault)
 
     def _batched(self, held: list[tuple[Pair, str | None, int]], tally: Tally) -> tuple[HeldoutBatch, list[str]]:
-        pairs = [pair for pair, _, _ in held]
+        pairs, labels, index = zip(*held, strict=True)
         taken = tally.take()
         batch = HeldoutBatch(
             images=stacked([pair.image for pair in pairs]),
             texts=self.tokenizer([pair.captions[0] for pair in pairs]),
             captions=[pair.captions for pair in pairs],
             keys=[pair.key for pair in pairs],
-            labels=[label for _, label, _ in held],
-            index=torch.tensor([index for _, _, index in held], dtype=torch.int64),
+            labels=list(labels),
+            index=torch.tensor(index, dtype=torch.int64),
             faults=taken["faults"],
         )
         return batch, taken["notes"]

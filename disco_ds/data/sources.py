@@ -119,10 +119,9 @@ def _matching(pattern: str) -> list[str]:
 def _folder(path: Path, field: str) -> list[str]:
     found = [str(file.absolute()) for file in path.rglob("*") if file.name.lower().endswith(TAR_ENDINGS)]
     if not found:
-        held = sorted({file.suffix or file.name for file in path.iterdir()})[:8]
-        holds = f"it holds {', '.join(held)}" if held else "it is empty"
-        endings = ", ".join(TAR_ENDINGS)
-        raise DataError(f"{field}: no tar file ({endings}) in or below the folder {str(path)!r}; {holds}")
+        held = ", ".join(sorted({file.suffix or file.name for file in path.iterdir()})[:8])
+        no_tar = f"{field}: no tar file ({', '.join(TAR_ENDINGS)}) in or below the folder {str(path)!r}"
+        raise DataError(f"{no_tar}; it holds {held}" if held else f"{no_tar}; it is empty")
     return found
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from disco_ds.config.schema import DataConfig
 from disco_ds.data.cursor import check_stream
 from disco_ds.data.decode import Decoder
-from disco_ds.data.faults import FaultLog, Tally
+from disco_ds.data.faults import Tally, log_notes
 from disco_ds.data.lanes import Lane, Slices
 from disco_ds.data.loader import loader_options, warm_up
 from disco_ds.data.sources import Source, expand
@@ -167,8 +167,7 @@ class TrainStream:
         )  # fmt: skip
         self._workers = min(config.workers, len(own))
         self._parts: Iterator[_Part] | None = None
-        self._log = FaultLog("data")
-        self._faults: Counter[str] = Counter()
+        self._logged, self._faults = Counter[str](), Counter[str]()
         if self._workers:
             warm_up(transform, tokenizer)
 
@@ -185,7 +184,7 @@ class TrainStream:
         self._position += plan.global_batch
         for part in parts:
             self._states.update(part.states)
-            self._log.write(part.tally["notes"])
+            log_notes("data", part.tally["notes"], self._logged)
         self._faults.update(batch.faults)
         _check_bad(self._states.values(), plan.config.max_bad_fraction, self._faults)
         return batch
