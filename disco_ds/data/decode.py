@@ -88,11 +88,7 @@ class Decoder:
         return open_rgb(raw.files[extension], self.image_rules), captions
 
     def transformed(self, image: Image.Image, captions: list[str], key: str, seed: int) -> Pair:
-        """Choose a caption and transform the image; ``seed`` drives the choice and the transform's randomness.
-
-        Raises:
-            SampleFault: transform_failed.
-        """
+        """Choose a caption and transform the image, both driven by ``seed``; raises SampleFault: transform_failed."""
         with _seeded(seed):
             caption = captions[random.randrange(len(captions))] if len(captions) > 1 else captions[0]
             try:

@@ -41,10 +41,7 @@ class Slice:
     step: int
 
     def counts(self, fault: ShardFault) -> bool:
-        """Whether a fault of the shard is counted where this slice meets it.
-
-        A file's fault is met by each slice and is one. A URL may fail for one slice and not for the next.
-        """
+        """Whether it counts here: a file's fault is met by each slice and is one, a URL may fail for one alone."""
         return self.first == 0 or (fault.reason == "unreadable_shard" and is_remote(self.shard))
 
 

@@ -35,8 +35,8 @@ def warm_up(*needed: Any) -> None:
 def prepare_worker(worker: int) -> None:
     """In a worker, before it reads: outlive a SIGTERM, and do not outlive the rank.
 
-    Launchers send SIGTERM to every process they find, while the rank wants to end its step and save, and needs its
-    batch for that. torch's own watch over the parent sees the fork server there, and that lives as long as its workers.
+    Launchers send SIGTERM to every process, while the rank needs its batch to end its step and save. torch's own watch
+    over the parent sees the fork server there, which lives as long as its workers.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -59,8 +59,8 @@ def end_with_parent() -> None:
 def _end_workers_at_exit(process: int) -> None:
     """Once a process: kill loader workers that are alive when it ends.
 
-    multiprocessing sends its daemons SIGTERM then and waits for them, for ever where they ignore it. A finalizer runs
-    before that, in processes that multiprocessing started as well, where atexit would come too late.
+    multiprocessing sends them SIGTERM then and waits, for ever where they ignore it. A finalizer runs before that, also
+    in processes that multiprocessing started, where atexit would come too late.
     """
 
     def kill() -> None:

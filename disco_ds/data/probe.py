@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import closing
+from itertools import islice
 
 from disco_ds.config.schema import DataConfig
 from disco_ds.data.decode import Decoder, Pair
@@ -38,15 +39,13 @@ def _first_good(source: Source, decoder: Decoder, config: DataConfig, field: str
     for shard in source.shards:
         try:
             with closing(read_shard(shard, decoder.wanted, access=decoder.access)) as raws:
-                for raw in raws:
+                for raw in islice(raws, PROBE_RECORDS - tally.reads):
                     tally.reads += 1
                     seen.update(raw.extensions)
                     try:
                         return decoder(raw, seed=0)
                     except SampleFault as fault:
                         tally.fault(source.label, fault.reason, f"{raw.name}: {fault}")
-                    if tally.reads >= PROBE_RECORDS:
-                        break
         except ShardFault as fault:
             tally.fault(source.label, fault.reason, fault)
         if tally.reads >= PROBE_RECORDS or time.monotonic() > deadline:
