@@ -29,8 +29,6 @@ class Tally:
 
     reads: int = 0
     """Raw samples looked at."""
-    bad: int = 0
-    """Raw samples dropped."""
     faults: Counter[str] = field(default_factory=Counter)
     """Occurrences by "source/reason"; shards' faults and duplicate files are among them."""
     notes: list[str] = field(default_factory=list)
@@ -46,8 +44,8 @@ class Tally:
 
     def take(self) -> dict[str, Any]:
         """The counts as a dictionary, set to zero here; what was described stays described."""
-        taken = {"reads": self.reads, "bad": self.bad, "faults": dict(self.faults), "notes": self.notes}
-        self.reads, self.bad, self.faults, self.notes = 0, 0, Counter(), []
+        taken = {"reads": self.reads, "faults": dict(self.faults), "notes": self.notes}
+        self.reads, self.faults, self.notes = 0, Counter(), []
         return taken
 
 

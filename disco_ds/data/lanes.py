@@ -205,7 +205,6 @@ class Lane:
                 pair = self.decoder(raw, seed)
             except SampleFault as fault:
                 self.bad += 1
-                self.tally.bad += 1
                 self.tally.fault(label, fault.reason, f"{raw.name}: {fault}")
                 self.check()
                 continue
