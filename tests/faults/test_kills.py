@@ -22,7 +22,8 @@ EVERY, STEPS = 4, 60
 def test_nothing_is_lost_by_kills(tmp_path, seed, moments):
     """Kill a run again and again, let it end, and compare with an unbroken one."""
     rng = random.Random(seed)
-    config = write_run(tmp_path, steps=STEPS)
+    # a peer that waits for a rank that never came to the store gives up after twice this, or a little later
+    config = write_run(tmp_path, steps=STEPS, timeout_minutes=0.5)
     arguments = ds_config(rng.choice([1, 2, 3]))
     train(config, 2, *arguments, "--name", "unbroken")
     expected = losses(tmp_path, "unbroken")
@@ -37,8 +38,6 @@ def test_nothing_is_lost_by_kills(tmp_path, seed, moments):
             (tmp_path / "run").rename(tmp_path / f"ended-{number}")
             continue
         job.kill(whom)
-        if kind == "starting" and whom == 0:  # as launchers do: peers may wait for a store that it has not opened yet
-            job.kill(None)
         statuses = job.wait(TIMEOUT_S)
         assert whom is None or all(statuses), f"a peer ended well though rank {whom} was killed: {statuses}"
         if whom is not None and kind != "starting":
