@@ -112,8 +112,8 @@ def plain_loop(config, steps, seed):
     return losses
 
 
-def followed(config, plans, steps, seed):
-    """Steps of each engine, of these stages and micro-batches, beside the plain loop."""
+def followed(config, plans, steps, seed, off=1e-4):
+    """Steps of each engine, of these stages and micro-batches, beside the plain loop; ``off``: of a loss."""
     from disco_ds.distributed import mean_over_ranks
 
     plain = plain_loop(config, steps, seed)
@@ -123,7 +123,7 @@ def followed(config, plans, steps, seed):
         for index in range(steps):
             images, texts = tiny_batch(BATCH, seed + index)
             losses.append(mean_over_ranks(step(images[own_rows()], texts[own_rows()]).loss))
-        assert losses == pytest.approx(plain, rel=0, abs=1e-4), (stage, accumulation)
+        assert losses == pytest.approx(plain, rel=0, abs=off), (stage, accumulation)
         engine.destroy()
 
 
@@ -168,7 +168,9 @@ def test_images_leave_the_device_after_forward():
 def resnet(seed):
     """A tower with batch norm on one rank: whole against the plain loop; cached: statistics move once a sample."""
     config = {**TINY_RESNET, **SMALL_VOCAB}
-    followed(config, [(2, 1)], 5, seed)
+    # a ReLU near its kink can turn a small gradient round, and Adam makes whole steps of small gradients: the plain
+    # loop itself is up to 6e-4 from its float64 (25 seeds); a tenth more learning rate shows as 3e-2
+    followed(config, [(2, 1)], 5, seed, off=3e-3)
     images, texts = tiny_batch(BATCH, seed)
     for accumulation in (1, 4):
         torch.manual_seed(0)
